@@ -1,0 +1,15 @@
+//! Generates the wire types from `proto/`, without a system protoc.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo:rerun-if-changed=proto");
+    let files = protox::compile(
+        ["discovery.proto", "workload.proto", "authorization.proto", "citadel.proto", "zds.proto"],
+        ["proto"],
+    )?;
+    tonic_prost_build::configure()
+        .btree_map(".envoy.service.discovery")
+        .bytes(".istio")
+        .include_file("wire.rs")
+        .compile_fds(files)?;
+    Ok(())
+}

@@ -1,1 +1,8 @@
+//! What can be seen from outside: metrics, log lines, the admin, metrics and readiness servers.
+//!
+//! Must never slow down or stop the data path: each queue is bounded and lossy, nothing here is awaited by a
+//! connection.
 
+pub mod http;
+pub mod log;
+pub mod time;

@@ -1,1 +1,25 @@
+//! HBONE: HTTP/2 CONNECT over mutual TLS. Client pool and server, headers, codes, windows.
+//!
+//! Must never carry a byte before both sides' identities are checked. Everything here lives on one thread: a tunnel,
+//! its streams and its place in the pool never move.
 
+mod buffers;
+mod client;
+mod driver;
+mod headers;
+mod held;
+mod pool;
+mod server;
+mod settings;
+mod tls;
+
+pub(crate) use buffers::Buffer;
+pub use client::{Stream, StreamError, TunnelError};
+pub use driver::{Ended, StreamCount};
+pub use headers::{
+    Authority, BAGGAGE, Baggage, FORWARDED, REASON, TRACEPARENT, baggage_of, forwarded, is_unusable, read_forwarded,
+};
+pub use pool::{Dialled, OpenError, Pool, PoolKey};
+pub use server::{Accepted, Established, Incoming};
+pub use settings::Settings;
+pub use tls::{TlsError, TlsSocket};

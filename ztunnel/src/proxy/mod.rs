@@ -1,1 +1,4 @@
+//! What a connection goes through.
+
 pub mod config;
+pub mod relay;

@@ -1,0 +1,466 @@
+//! A TLS connection over a TCP socket whose writes are held until the owner sends them: many frames of one turn of
+//! the loop leave in few records and one system call.
+//!
+//! Built on rustls' unbuffered interface: records are decrypted in the buffer that the socket was read into, and
+//! encrypted straight into the buffer that is written to the socket. Must never send plaintext, and never hand out
+//! bytes before the handshake has finished.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
+use rustls::pki_types::{CertificateDer, IpAddr, Ipv4Addr, ServerName};
+use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
+use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};
+use rustls::{ClientConfig, ServerConfig};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use super::buffers::{BUFFER_SIZE, Buffer};
+
+/// Why a TLS connection failed.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    #[error("TLS: {0}")]
+    Protocol(#[from] rustls::Error),
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("the peer closed the connection during the handshake")]
+    ClosedInHandshake,
+    #[error("the peer did not agree on h2 (ALPN {0:?})")]
+    Alpn(Option<String>),
+}
+
+/// A TLS connection. Reads as bytes come; writes when [`TlsSocket::poll_send`] is called.
+pub struct TlsSocket {
+    socket: TcpStream,
+    tls: Tls,
+    /// Ciphertext from the socket that is not processed yet.
+    inbox: Option<Buffer>,
+    /// Plaintext of a record that did not fit into the reader's buffer.
+    rest: Vec<u8>,
+    rest_start: usize,
+    /// Plaintext that waits to be put into a record with what follows.
+    staged: Vec<u8>,
+    /// Records that wait for the socket.
+    outbox: Option<Buffer>,
+    peer_closed: bool,
+    closing: bool,
+    /// A write was turned away because the outbox was full.
+    turned_away: bool,
+    /// When bytes last came from the peer: any frame is a sign of life.
+    last_heard: Instant,
+}
+
+enum Tls {
+    Client(UnbufferedClientConnection),
+    Server(UnbufferedServerConnection),
+}
+
+/// What one step of the TLS machine came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Something was done; there may be more to do.
+    Progress,
+    /// A record's plaintext was delivered.
+    Delivered,
+    /// Nothing to do before more bytes come; the handshake is not finished.
+    Handshaking,
+    /// Nothing to do before more bytes come.
+    Open,
+    /// The peer said that it sends nothing more.
+    PeerClosed,
+}
+
+impl TlsSocket {
+    /// Connects as a client. The server's name plays no part: identities are checked by the configuration's verifier.
+    pub async fn connect(socket: TcpStream, config: Arc<ClientConfig>) -> Result<Self, TlsError> {
+        let name = ServerName::IpAddress(IpAddr::V4(Ipv4Addr::from([0, 0, 0, 0])));
+        let tls = Tls::Client(UnbufferedClientConnection::new(config, name)?);
+        Self::handshake(socket, tls).await
+    }
+
+    /// Accepts as a server.
+    pub async fn accept(socket: TcpStream, config: Arc<ServerConfig>) -> Result<Self, TlsError> {
+        let tls = Tls::Server(UnbufferedServerConnection::new(config)?);
+        Self::handshake(socket, tls).await
+    }
+
+    pub fn peer_certificates(&self) -> &[CertificateDer<'static>] {
+        match &self.tls {
+            Tls::Client(c) => c.peer_certificates(),
+            Tls::Server(s) => s.peer_certificates(),
+        }
+        .unwrap_or_default()
+    }
+
+    pub fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    pub fn last_heard(&self) -> Instant {
+        self.last_heard
+    }
+
+    async fn handshake(socket: TcpStream, tls: Tls) -> Result<Self, TlsError> {
+        let mut this = Self {
+            socket,
+            tls,
+            inbox: None,
+            rest: Vec::new(),
+            rest_start: 0,
+            staged: Vec::new(),
+            outbox: None,
+            peer_closed: false,
+            closing: false,
+            turned_away: false,
+            last_heard: Instant::now(),
+        };
+        loop {
+            let step = match this.step(&mut NoData) {
+                Ok(step) => step,
+                Err(error) => {
+                    this.send_alert().await;
+                    return Err(error.into());
+                }
+            };
+            match step {
+                Step::Progress => continue,
+                Step::Open => break,
+                Step::PeerClosed => return Err(TlsError::ClosedInHandshake),
+                // Not possible before the handshake's end: rustls accepts no early data here.
+                Step::Delivered => return Err(TlsError::ClosedInHandshake),
+                Step::Handshaking => {}
+            }
+            std::future::poll_fn(|cx| this.poll_send(cx)).await?;
+            if std::future::poll_fn(|cx| this.poll_fill(cx)).await? == 0 {
+                return Err(TlsError::ClosedInHandshake);
+            }
+        }
+        std::future::poll_fn(|cx| this.poll_send(cx)).await?;
+        let alpn = match &this.tls {
+            Tls::Client(c) => c.alpn_protocol(),
+            Tls::Server(s) => s.alpn_protocol(),
+        };
+        if alpn != Some(b"h2") {
+            return Err(TlsError::Alpn(alpn.map(|a| String::from_utf8_lossy(a).into_owned())));
+        }
+        Ok(this)
+    }
+
+    /// Tells the peer why the handshake failed, where the socket takes it at once.
+    async fn send_alert(&mut self) {
+        while let Ok(Step::Progress) = self.step(&mut NoData) {}
+        let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
+        // The alert must not be overtaken by a RST, which unread bytes would cause at close.
+        let mut waste = [0; 4096];
+        while matches!(self.socket.try_read(&mut waste), Ok(n) if n > 0) {}
+    }
+
+    /// Decrypted bytes, or nothing at the end of the stream.
+    pub fn poll_read(&mut self, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        loop {
+            if self.rest_start < self.rest.len() {
+                let rest = &self.rest[self.rest_start..];
+                let n = rest.len().min(into.remaining());
+                into.put_slice(&rest[..n]);
+                self.rest_start += n;
+                if self.rest_start == self.rest.len() {
+                    self.rest = Vec::new();
+                    self.rest_start = 0;
+                }
+                return Poll::Ready(Ok(()));
+            }
+            if self.peer_closed {
+                return Poll::Ready(Ok(()));
+            }
+            match self.step(into) {
+                Ok(Step::Progress) => continue,
+                Ok(Step::Delivered) => return Poll::Ready(Ok(())),
+                Ok(Step::PeerClosed) => self.peer_closed = true,
+                Ok(Step::Open | Step::Handshaking) => {
+                    if ready!(self.poll_fill(cx))? == 0 {
+                        // Without close_notify an end could have been forged by anybody on the path.
+                        return Poll::Ready(Err(io::Error::new(
+                            io::ErrorKind::UnexpectedEof,
+                            "the connection ended without a TLS close_notify",
+                        )));
+                    }
+                }
+                Err(error) => {
+                    while let Ok(Step::Progress) = self.step(&mut NoData) {}
+                    return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
+                }
+            }
+        }
+    }
+
+    /// Takes plaintext to be sent with the next [`TlsSocket::poll_send`]; waits only where a whole buffer of records
+    /// could not be sent yet.
+    pub fn poll_write(&mut self, cx: &mut Context<'_>, parts: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
+            self.turned_away = true;
+            ready!(self.poll_drain(cx))?;
+            self.turned_away = false;
+        }
+        let mut taken = 0;
+        for part in parts {
+            let mut bytes: &[u8] = part;
+            while !bytes.is_empty() {
+                if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
+                    return Poll::Ready(Ok(taken));
+                }
+                if self.staged.is_empty() && bytes.len() >= RECORD_SIZE {
+                    self.encrypt(Piece::Bytes(&bytes[..RECORD_SIZE]))?;
+                    bytes = &bytes[RECORD_SIZE..];
+                    taken += RECORD_SIZE;
+                    continue;
+                }
+                if self.staged.capacity() == 0 {
+                    self.staged.reserve(FIRST_STAGED);
+                }
+                let n = bytes.len().min(RECORD_SIZE - self.staged.len());
+                self.staged.extend_from_slice(&bytes[..n]);
+                bytes = &bytes[n..];
+                taken += n;
+                if self.staged.len() == RECORD_SIZE {
+                    self.encrypt(Piece::Staged)?;
+                }
+            }
+        }
+        Poll::Ready(Ok(taken))
+    }
+
+    /// Sends all that was written. Ready when the socket has taken everything.
+    pub fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !self.staged.is_empty() {
+            if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
+                ready!(self.poll_drain(cx))?;
+            }
+            self.encrypt(Piece::Staged)?;
+        }
+        self.poll_drain(cx)
+    }
+
+    /// Whether a write was turned away since the last call: the writer must be polled again once all is sent.
+    pub fn take_turned_away(&mut self) -> bool {
+        std::mem::take(&mut self.turned_away)
+    }
+
+    /// Sends all that was written and the orderly end.
+    pub fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_send(cx))?;
+        if !std::mem::replace(&mut self.closing, true) {
+            self.encrypt(Piece::CloseNotify)?;
+        }
+        self.poll_drain(cx)
+    }
+
+    fn poll_drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Some(outbox) = &mut self.outbox else { return Poll::Ready(Ok(())) };
+        while !outbox.is_empty() {
+            let n = ready!(Pin::new(&mut self.socket).poll_write(cx, outbox.filled()))?;
+            outbox.take(n);
+        }
+        self.outbox = None;
+        Poll::Ready(Ok(()))
+    }
+
+    /// Reads from the socket into the inbox; 0 at its end.
+    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        // Nothing is lent before there is something to read.
+        if self.inbox.is_none() {
+            ready!(self.socket.poll_read_ready(cx))?;
+        }
+        let inbox = self.inbox.get_or_insert_with(Buffer::lend);
+        let mut room = ReadBuf::new(inbox.room(RECORD_ROOM));
+        let read = Pin::new(&mut self.socket).poll_read(cx, &mut room);
+        let n = room.filled().len();
+        if read.is_ready() {
+            inbox.add(n);
+        }
+        if inbox.is_empty() {
+            self.inbox = None;
+        }
+        ready!(read)?;
+        if n > 0 {
+            self.last_heard = Instant::now();
+        }
+        Poll::Ready(Ok(n))
+    }
+
+    fn step(&mut self, into: &mut impl Sink) -> Result<Step, rustls::Error> {
+        let Self { tls, inbox, outbox, rest, .. } = self;
+        let records = inbox.as_mut().map(Buffer::filled_mut).unwrap_or_default();
+        let (discard, step) = match tls {
+            Tls::Client(c) => advance(c, records, outbox, rest, into),
+            Tls::Server(s) => advance(s, records, outbox, rest, into),
+        };
+        if let Some(buffer) = inbox {
+            buffer.take(discard);
+            if buffer.is_empty() {
+                *inbox = None;
+            }
+        }
+        step
+    }
+
+    fn encrypt(&mut self, piece: Piece<'_>) -> io::Result<()> {
+        let Self { tls, outbox, staged, .. } = self;
+        let outbox = outbox.get_or_insert_with(Buffer::lend);
+        let written = match tls {
+            Tls::Client(c) => seal(c, &piece, staged, outbox),
+            Tls::Server(s) => seal(s, &piece, staged, outbox),
+        };
+        if matches!(piece, Piece::Staged) {
+            staged.clear();
+            if staged.capacity() > IDLE_STAGED {
+                *staged = Vec::new();
+            }
+        }
+        written
+    }
+}
+
+/// What is encrypted into one record.
+enum Piece<'a> {
+    Staged,
+    Bytes(&'a [u8]),
+    CloseNotify,
+}
+
+/// Where decrypted bytes go; what does not fit stays behind in the socket.
+trait Sink {
+    /// Takes a prefix of `bytes` and says how long it was.
+    fn put(&mut self, bytes: &[u8]) -> usize;
+}
+
+impl Sink for ReadBuf<'_> {
+    fn put(&mut self, bytes: &[u8]) -> usize {
+        let n = bytes.len().min(self.remaining());
+        self.put_slice(&bytes[..n]);
+        n
+    }
+}
+
+/// During the handshake no application data is taken.
+struct NoData;
+
+impl Sink for NoData {
+    fn put(&mut self, _: &[u8]) -> usize {
+        0
+    }
+}
+
+/// The one thing that both ends of rustls' unbuffered connections share.
+trait Machine {
+    type Data;
+    fn process<'c, 'i>(&'c mut self, records: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data>;
+}
+
+impl Machine for UnbufferedClientConnection {
+    type Data = ClientConnectionData;
+    fn process<'c, 'i>(&'c mut self, records: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data> {
+        self.process_tls_records(records)
+    }
+}
+
+impl Machine for UnbufferedServerConnection {
+    type Data = ServerConnectionData;
+    fn process<'c, 'i>(&'c mut self, records: &'i mut [u8]) -> UnbufferedStatus<'c, 'i, Self::Data> {
+        self.process_tls_records(records)
+    }
+}
+
+/// One step of the machine: how many bytes of `records` are done with, and what came of it.
+fn advance(
+    machine: &mut impl Machine,
+    records: &mut [u8],
+    outbox: &mut Option<Buffer>,
+    rest: &mut Vec<u8>,
+    into: &mut impl Sink,
+) -> (usize, Result<Step, rustls::Error>) {
+    let UnbufferedStatus { mut discard, state } = machine.process(records);
+    let state = match state {
+        Ok(state) => state,
+        Err(error) => return (discard, Err(error)),
+    };
+    let step = match state {
+        ConnectionState::ReadTraffic(mut traffic) => {
+            while let Some(record) = traffic.next_record() {
+                let record = match record {
+                    Ok(record) => record,
+                    Err(error) => return (discard, Err(error)),
+                };
+                discard += record.discard;
+                let taken = if rest.is_empty() { into.put(record.payload) } else { 0 };
+                rest.extend_from_slice(&record.payload[taken..]);
+            }
+            Ok(Step::Delivered)
+        }
+        ConnectionState::EncodeTlsData(mut data) => {
+            let outbox = outbox.get_or_insert_with(Buffer::lend);
+            match data.encode(outbox.room(RECORD_ROOM)) {
+                Ok(n) => {
+                    outbox.add(n);
+                    Ok(Step::Progress)
+                }
+                Err(EncodeError::InsufficientSize(_) | EncodeError::AlreadyEncoded) => {
+                    Err(rustls::Error::General("a handshake message larger than a buffer".into()))
+                }
+            }
+        }
+        // What was encoded stands in the outbox and is sent in order, so it counts as sent.
+        ConnectionState::TransmitTlsData(data) => {
+            data.done();
+            Ok(Step::Progress)
+        }
+        ConnectionState::BlockedHandshake => Ok(Step::Handshaking),
+        ConnectionState::WriteTraffic(_) => Ok(Step::Open),
+        ConnectionState::PeerClosed | ConnectionState::Closed => Ok(Step::PeerClosed),
+        _ => Err(rustls::Error::General("a state of TLS that is not used here".into())),
+    };
+    (discard, step)
+}
+
+/// Encrypts one record into the outbox.
+fn seal(machine: &mut impl Machine, piece: &Piece<'_>, staged: &[u8], outbox: &mut Buffer) -> io::Result<()> {
+    loop {
+        let UnbufferedStatus { state, .. } = machine.process(&mut []);
+        match state.map_err(io::Error::other)? {
+            ConnectionState::WriteTraffic(mut traffic) => {
+                let room = outbox.room(RECORD_ROOM);
+                let written = match piece {
+                    Piece::Staged => traffic.encrypt(staged, room),
+                    Piece::Bytes(bytes) => traffic.encrypt(bytes, room),
+                    Piece::CloseNotify => traffic.queue_close_notify(room),
+                };
+                outbox.add(written.map_err(io::Error::other)?);
+                return Ok(());
+            }
+            // For example a key update.
+            ConnectionState::EncodeTlsData(mut data) => {
+                let n = data.encode(outbox.room(RECORD_ROOM)).map_err(io::Error::other)?;
+                outbox.add(n);
+            }
+            ConnectionState::TransmitTlsData(data) => data.done(),
+            // Told to the reader by the bytes that it reads next; writing goes on.
+            ConnectionState::PeerClosed => {}
+            _ => return Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+}
+
+/// Plaintext in one record, bytes: the largest that TLS allows.
+const RECORD_SIZE: usize = 16 * 1024;
+/// A record with its header and tag, and handshake messages, fit into this.
+const RECORD_ROOM: usize = 17 * 1024;
+/// When less than this is free in the outbox, no more is taken: two records.
+const OUTBOX_SPARE: usize = 2 * RECORD_ROOM;
+/// Staging space to begin with, bytes.
+const FIRST_STAGED: usize = 4 * 1024;
+/// Staging space that an idle connection may keep, bytes.
+const IDLE_STAGED: usize = 512;

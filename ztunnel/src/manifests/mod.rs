@@ -1,1 +1,19 @@
+//! Kubernetes objects from a watched folder of manifests, for where there is no API server.
+//!
+//! Where objects come from has two ends: a source publishes [`Objects`] into a `watch` channel, a consumer takes the
+//! `watch::Receiver<Arc<Objects>>` and knows nothing of the source. [`watch`] is the folder as a source.
+//!
+//! Must never let a broken, half-written or vanishing file take away what was good before.
 
+mod document;
+mod folder;
+mod merge;
+mod objects;
+mod status;
+#[cfg(test)]
+mod tests;
+mod watch;
+
+pub use objects::{Changes, ObjectKey, ObjectName, Objects, Problem};
+pub use status::{PodRef, PodStatus, Redirection, StatusError, StatusFolder};
+pub use watch::{Folders, Watch, WatchError, watch};

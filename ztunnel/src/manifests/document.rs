@@ -1,0 +1,346 @@
+//! From the text of a file to objects: splitting into documents, reading each, saying where one is wrong.
+//!
+//! Must never fail as a whole: a document that is wrong leaves the others of its file alone.
+
+use std::collections::{BTreeSet, HashMap};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, LazyLock, Mutex};
+
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Service, ServiceAccount};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::objects::{ObjectKey, ObjectName};
+use super::status::{PodStatus, is_uid};
+
+/// An object of a kind that the mesh reads.
+#[derive(Debug, Clone)]
+pub(super) enum Object {
+    Namespace(Arc<Namespace>),
+    Node(Arc<Node>),
+    Pod(Arc<Pod>),
+    ServiceAccount(Arc<ServiceAccount>),
+    Service(Arc<Service>),
+    EndpointSlice(Arc<EndpointSlice>),
+    Status(Arc<PodStatus>),
+}
+
+/// One document of a file, and what became of it.
+#[derive(Debug, Clone)]
+pub(super) struct Document {
+    /// Where it starts, counted from 1.
+    pub line: usize,
+    fingerprint: (u64, usize),
+    pub objects: Vec<(ObjectKey, Object)>,
+    pub faults: Vec<Fault>,
+}
+
+/// Why a document, or an object in it, cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub line: Option<usize>,
+    pub object: Option<ObjectKey>,
+    pub reason: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    Yaml,
+    Json,
+    /// A status file of the pod with the uid that is the file's name.
+    Status,
+}
+
+/// Reads a file's text. Documents whose text did not change are taken over from `older`, so that a small change in a
+/// large file costs little and unchanged objects stay the same allocation.
+pub(super) fn read(text: &str, format: Format, stem: &str, older: &[Document]) -> Vec<Document> {
+    let known: HashMap<(u64, usize), &Document> =
+        older.iter().filter(|d| d.faults.is_empty()).map(|d| (d.fingerprint, d)).collect();
+    let parts = match format {
+        Format::Yaml => split(text),
+        Format::Json | Format::Status => vec![(1, text)],
+    };
+    let mut documents = Vec::with_capacity(parts.len());
+    for (line, part) in parts {
+        if part.lines().all(|l| l.trim().is_empty() || l.starts_with(['#', '%']) || is_marker(l)) {
+            continue;
+        }
+        let fingerprint = (HASHER.hash_one(part), part.len());
+        if let Some(&same) = known.get(&fingerprint) {
+            documents.push(Document { line, ..same.clone() });
+            continue;
+        }
+        let mut document = Document { line, fingerprint, objects: Vec::new(), faults: Vec::new() };
+        match format {
+            Format::Status => read_status(part, stem, &mut document),
+            Format::Yaml | Format::Json => read_manifest(&Text { text: part, line, format }, &mut document),
+        }
+        documents.push(document);
+    }
+    documents
+}
+
+impl Object {
+    /// Whether both are the same object with the same content.
+    pub fn same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Namespace(a), Self::Namespace(b)) => a == b,
+            (Self::Node(a), Self::Node(b)) => a == b,
+            (Self::Pod(a), Self::Pod(b)) => a == b,
+            (Self::ServiceAccount(a), Self::ServiceAccount(b)) => a == b,
+            (Self::Service(a), Self::Service(b)) => a == b,
+            (Self::EndpointSlice(a), Self::EndpointSlice(b)) => a == b,
+            (Self::Status(a), Self::Status(b)) => a == b,
+            _ => false,
+        }
+    }
+}
+
+/// A document's text with what is needed to name a line of the file.
+struct Text<'a> {
+    text: &'a str,
+    line: usize,
+    format: Format,
+}
+
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "apiVersion")]
+    api_version: Option<String>,
+    kind: Option<String>,
+    #[serde(default)]
+    metadata: Option<HeaderMeta>,
+}
+
+#[derive(Deserialize, Default)]
+struct HeaderMeta {
+    name: Option<String>,
+    namespace: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct List {
+    #[serde(default)]
+    items: Vec<serde_json::Value>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Namespace,
+    Node,
+    Pod,
+    ServiceAccount,
+    Service,
+    EndpointSlice,
+}
+
+impl Text<'_> {
+    fn parse<T: DeserializeOwned>(&self) -> Result<T, Fault> {
+        if self.format == Format::Json {
+            return serde_json::from_str(self.text).map_err(|e| fault(Some(e.line().max(1)), e.to_string()));
+        }
+        serde_yaml_ng::from_str(self.text).map_err(|first| {
+            // The message may name several lines; read again from where they are those of the file.
+            let padded = "\n".repeat(self.line - 1) + self.text;
+            let error = serde_yaml_ng::from_str::<T>(&padded).err().unwrap_or(first);
+            fault(Some(error.location().map_or(self.line, |l| l.line())), error.to_string())
+        })
+    }
+}
+
+fn read_status(text: &str, stem: &str, document: &mut Document) {
+    let text = Text { text, line: 1, format: Format::Yaml };
+    let status = match text.parse::<PodStatus>() {
+        Ok(status) => status,
+        Err(fault) => {
+            let object = is_uid(stem).then(|| ObjectKey::Status(stem.into()));
+            return document.faults.push(Fault { object, ..fault });
+        }
+    };
+    if status.pod.uid != stem || !is_uid(stem) {
+        let reason = format!("pod.uid is {:?}, but the file is named for {stem:?}", status.pod.uid);
+        return document.faults.push(fault(Some(1), reason));
+    }
+    document.objects.push((ObjectKey::Status(stem.into()), Object::Status(Arc::new(status))));
+}
+
+fn read_manifest(text: &Text<'_>, document: &mut Document) {
+    let header: Header = match text.parse() {
+        Ok(header) => header,
+        Err(fault) => return document.faults.push(fault),
+    };
+    if is_list(&header) {
+        match text.parse::<List>() {
+            Ok(list) => list.items.into_iter().for_each(|item| read_item(item, &header, text.line, document)),
+            Err(fault) => document.faults.push(fault),
+        }
+        return;
+    }
+    let known = match recognise(&header, text.line) {
+        Ok(Some(known)) => known,
+        Ok(None) => return,
+        Err(fault) => return document.faults.push(fault),
+    };
+    let typed = match known.0 {
+        Kind::Namespace => text.parse().map(|o| Object::Namespace(Arc::new(o))),
+        Kind::Node => text.parse().map(|o| Object::Node(Arc::new(o))),
+        Kind::Pod => text.parse().map(|o| Object::Pod(Arc::new(pod(o)))),
+        Kind::ServiceAccount => text.parse().map(|o| Object::ServiceAccount(Arc::new(service_account(o)))),
+        Kind::Service => text.parse().map(|o| Object::Service(Arc::new(service(o)))),
+        Kind::EndpointSlice => text.parse().map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
+    };
+    match typed {
+        Ok(object) => document.objects.push((known.1, object)),
+        Err(fault) => document.faults.push(Fault { object: Some(known.1), ..fault }),
+    }
+}
+
+fn read_item(item: serde_json::Value, list: &Header, line: usize, document: &mut Document) {
+    let mut header = match Header::deserialize(&item) {
+        Ok(header) => header,
+        Err(e) => return document.faults.push(fault(Some(line), format!("an item of the list: {e}"))),
+    };
+    // The items of a typed list, as the API server gives it, do not repeat what they are.
+    if header.kind.is_none() {
+        header.kind = list.kind.as_deref().and_then(|k| k.strip_suffix("List")).map(str::to_owned);
+        header.api_version = header.api_version.or_else(|| list.api_version.clone());
+    }
+    let known = match recognise(&header, line) {
+        Ok(Some(known)) => known,
+        Ok(None) => return,
+        Err(fault) => return document.faults.push(fault),
+    };
+    let typed = match known.0 {
+        Kind::Namespace => serde_json::from_value(item).map(|o| Object::Namespace(Arc::new(o))),
+        Kind::Node => serde_json::from_value(item).map(|o| Object::Node(Arc::new(o))),
+        Kind::Pod => serde_json::from_value(item).map(|o| Object::Pod(Arc::new(pod(o)))),
+        Kind::ServiceAccount => {
+            serde_json::from_value(item).map(|o| Object::ServiceAccount(Arc::new(service_account(o))))
+        }
+        Kind::Service => serde_json::from_value(item).map(|o| Object::Service(Arc::new(service(o)))),
+        Kind::EndpointSlice => serde_json::from_value(item).map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
+    };
+    match typed {
+        Ok(object) => document.objects.push((known.1, object)),
+        Err(e) => {
+            let reason = format!("an item of the list: {e}");
+            document.faults.push(Fault { line: Some(line), object: Some(known.1), reason });
+        }
+    }
+}
+
+/// What the document says it is; `None` if the mesh does not read that kind.
+fn recognise(header: &Header, line: usize) -> Result<Option<(Kind, ObjectKey)>, Fault> {
+    let missing = |what: &str| fault(Some(line), format!("{what} is missing"));
+    let api_version = header.api_version.as_deref().ok_or_else(|| missing("apiVersion"))?;
+    let kind_name = header.kind.as_deref().ok_or_else(|| missing("kind"))?;
+    let kind = match (api_version, kind_name) {
+        ("v1", "Namespace") => Kind::Namespace,
+        ("v1", "Node") => Kind::Node,
+        ("v1", "Pod") => Kind::Pod,
+        ("v1", "ServiceAccount") => Kind::ServiceAccount,
+        ("v1", "Service") => Kind::Service,
+        ("discovery.k8s.io/v1", "EndpointSlice") => Kind::EndpointSlice,
+        _ => {
+            tell_once(api_version, kind_name);
+            return Ok(None);
+        }
+    };
+    let empty = HeaderMeta::default();
+    let meta = header.metadata.as_ref().unwrap_or(&empty);
+    let name = meta.name.as_deref().ok_or_else(|| missing("metadata.name"))?;
+    let namespace = meta.namespace.as_deref().filter(|n| !n.is_empty()).unwrap_or(DEFAULT_NAMESPACE);
+    for (what, text) in [("metadata.name", name), ("metadata.namespace", namespace)] {
+        if !is_name(text) {
+            let shown: String = text.chars().take(64).collect();
+            let reason = format!("{what} {shown:?} is not a name: expected lower case letters, digits, '-' and '.'");
+            return Err(fault(Some(line), reason));
+        }
+    }
+    let key = match kind {
+        Kind::Namespace => ObjectKey::Namespace(name.into()),
+        Kind::Node => ObjectKey::Node(name.into()),
+        Kind::Pod => ObjectKey::Pod(ObjectName::new(namespace, name)),
+        Kind::ServiceAccount => ObjectKey::ServiceAccount(ObjectName::new(namespace, name)),
+        Kind::Service => ObjectKey::Service(ObjectName::new(namespace, name)),
+        Kind::EndpointSlice => ObjectKey::EndpointSlice(ObjectName::new(namespace, name)),
+    };
+    Ok(Some((kind, key)))
+}
+
+fn is_list(header: &Header) -> bool {
+    let lists =
+        ["List", "NamespaceList", "NodeList", "PodList", "ServiceAccountList", "ServiceList", "EndpointSliceList"];
+    header.kind.as_deref().is_some_and(|kind| lists.contains(&kind))
+        && matches!(header.api_version.as_deref(), Some("v1" | "discovery.k8s.io/v1"))
+}
+
+fn pod(mut object: Pod) -> Pod {
+    default_namespace(&mut object.metadata);
+    object
+}
+
+fn service_account(mut object: ServiceAccount) -> ServiceAccount {
+    default_namespace(&mut object.metadata);
+    object
+}
+
+fn service(mut object: Service) -> Service {
+    default_namespace(&mut object.metadata);
+    object
+}
+
+fn endpoint_slice(mut object: EndpointSlice) -> EndpointSlice {
+    default_namespace(&mut object.metadata);
+    object
+}
+
+fn default_namespace(meta: &mut ObjectMeta) {
+    if meta.namespace.as_deref().is_none_or(str::is_empty) {
+        meta.namespace = Some(DEFAULT_NAMESPACE.to_owned());
+    }
+}
+
+fn is_name(text: &str) -> bool {
+    let allowed = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'.';
+    !text.is_empty() && text.len() <= 253 && text.bytes().all(allowed)
+}
+
+/// Splits at document markers; each part with the line it starts at.
+fn split(text: &str) -> Vec<(usize, &str)> {
+    let mut parts = Vec::new();
+    let (mut start, mut start_line, mut offset) = (0, 1, 0);
+    for (index, line) in text.split_inclusive('\n').enumerate() {
+        // A marker is one even inside a block of text, so that no parser is needed to find it.
+        if is_marker(line) && offset > start {
+            parts.push((start_line, &text[start..offset]));
+            (start, start_line) = (offset, index + 1);
+        }
+        offset += line.len();
+    }
+    parts.push((start_line, &text[start..]));
+    parts
+}
+
+fn is_marker(line: &str) -> bool {
+    line.strip_prefix("---").or_else(|| line.strip_prefix("...")).is_some_and(|rest| rest.trim().is_empty())
+        || line.strip_prefix("---").is_some_and(|rest| rest.starts_with([' ', '\t']))
+}
+
+fn tell_once(api_version: &str, kind: &str) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    // A poisoned lock only means that a thread died while it held this list; the list is still right.
+    let mut told = TOLD.lock().unwrap_or_else(|e| e.into_inner());
+    if told.len() < 1000 && told.insert(format!("{api_version} {kind}")) {
+        tracing::debug!(api_version, kind, "manifests of this kind are ignored");
+    }
+}
+
+fn fault(line: Option<usize>, reason: String) -> Fault {
+    Fault { line, object: None, reason }
+}
+
+static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+const DEFAULT_NAMESPACE: &str = "default";

@@ -1,0 +1,220 @@
+//! What the cluster looks like at one moment: the objects that the mesh reads, in maps that are cheap to keep and to
+//! compare.
+//!
+//! Must never change once published: a new moment is a new value that shares what stayed the same.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use imbl::OrdMap;
+use imbl::ordmap::DiffItem;
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Service, ServiceAccount};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+
+use super::status::{PodStatus, Redirection};
+
+/// Everything that is known, at one moment. Cloning costs nothing worth mentioning.
+///
+/// Names are checked: lower case letters, digits, `-` and `.`. An object without a namespace that should have one
+/// is in `default`.
+#[derive(Debug, Clone, Default)]
+pub struct Objects {
+    /// Counts the moments of one source.
+    pub generation: u64,
+    pub namespaces: OrdMap<Arc<str>, Arc<Namespace>>,
+    pub nodes: OrdMap<Arc<str>, Arc<Node>>,
+    pub pods: OrdMap<ObjectName, Arc<Pod>>,
+    pub service_accounts: OrdMap<ObjectName, Arc<ServiceAccount>>,
+    pub services: OrdMap<ObjectName, Arc<Service>>,
+    pub endpoint_slices: OrdMap<ObjectName, Arc<EndpointSlice>>,
+    /// What agents report about pods, by the pod's uid.
+    pub statuses: OrdMap<Arc<str>, Arc<PodStatus>>,
+    /// What is wrong with the source right now.
+    pub problems: Arc<[Problem]>,
+}
+
+/// Namespace and name. Ordered by namespace first, so that a namespace is a range.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ObjectName {
+    pub namespace: Arc<str>,
+    pub name: Arc<str>,
+}
+
+/// Kind and name of an object.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ObjectKey {
+    Namespace(Arc<str>),
+    Node(Arc<str>),
+    Pod(ObjectName),
+    ServiceAccount(ObjectName),
+    Service(ObjectName),
+    EndpointSlice(ObjectName),
+    /// By the pod's uid.
+    Status(Arc<str>),
+}
+
+/// Something in the source that could not be used. What was good before is still served.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    pub file: PathBuf,
+    /// Counted from 1.
+    pub line: Option<usize>,
+    /// As far as it could be made out.
+    pub object: Option<ObjectKey>,
+    pub reason: String,
+}
+
+/// Which objects were added, changed or removed between two moments.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Changes {
+    pub namespaces: Vec<Arc<str>>,
+    pub nodes: Vec<Arc<str>>,
+    pub pods: Vec<ObjectName>,
+    pub service_accounts: Vec<ObjectName>,
+    pub services: Vec<ObjectName>,
+    pub endpoint_slices: Vec<ObjectName>,
+    pub statuses: Vec<Arc<str>>,
+}
+
+impl Objects {
+    pub fn problems(&self) -> &[Problem] {
+        &self.problems
+    }
+
+    pub fn namespace(&self, name: &str) -> Option<&Arc<Namespace>> {
+        self.namespaces.get(name)
+    }
+
+    pub fn node(&self, name: &str) -> Option<&Arc<Node>> {
+        self.nodes.get(name)
+    }
+
+    pub fn pod(&self, namespace: &str, name: &str) -> Option<&Arc<Pod>> {
+        self.pods.get(&ObjectName::new(namespace, name))
+    }
+
+    pub fn service(&self, namespace: &str, name: &str) -> Option<&Arc<Service>> {
+        self.services.get(&ObjectName::new(namespace, name))
+    }
+
+    /// The pods of one namespace, by name.
+    pub fn pods_in<'a>(&'a self, namespace: &'a str) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<Pod>)> {
+        in_namespace(&self.pods, namespace)
+    }
+
+    /// The services of one namespace, by name.
+    pub fn services_in<'a>(&'a self, namespace: &'a str) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<Service>)> {
+        in_namespace(&self.services, namespace)
+    }
+
+    /// The endpoint slices of one namespace, by name.
+    pub fn endpoint_slices_in<'a>(
+        &'a self,
+        namespace: &'a str,
+    ) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<EndpointSlice>)> {
+        in_namespace(&self.endpoint_slices, namespace)
+    }
+
+    /// What the pod's node reports about its capture: the status file of the agent, which stands in place of the
+    /// annotation `ambient.istio.io/redirection`, else the annotation itself. A status that speaks of another pod or
+    /// of another node than the pod's counts for nothing.
+    pub fn redirection(&self, pod: &Pod) -> Option<Redirection> {
+        let meta = &pod.metadata;
+        let reported = meta.uid.as_deref().and_then(|uid| self.statuses.get(uid)).filter(|status| {
+            Some(status.pod.name.as_str()) == meta.name.as_deref()
+                && status.pod.namespace == meta.namespace.as_deref().unwrap_or("default")
+                && Some(status.node.as_str()) == pod.spec.as_ref().and_then(|s| s.node_name.as_deref())
+        });
+        if let Some(status) = reported {
+            return Some(status.redirection);
+        }
+        match meta.annotations.as_ref()?.get(REDIRECTION)?.as_str() {
+            "enabled" => Some(Redirection::Enabled),
+            "pending" => Some(Redirection::Pending),
+            _ => None,
+        }
+    }
+
+    /// What differs from an older moment of the same source. Costs what changed, not what there is.
+    pub fn changes_since(&self, older: &Objects) -> Changes {
+        Changes {
+            namespaces: changed(&older.namespaces, &self.namespaces),
+            nodes: changed(&older.nodes, &self.nodes),
+            pods: changed(&older.pods, &self.pods),
+            service_accounts: changed(&older.service_accounts, &self.service_accounts),
+            services: changed(&older.services, &self.services),
+            endpoint_slices: changed(&older.endpoint_slices, &self.endpoint_slices),
+            statuses: changed(&older.statuses, &self.statuses),
+        }
+    }
+}
+
+impl ObjectName {
+    pub fn new(namespace: &str, name: &str) -> Self {
+        Self { namespace: namespace.into(), name: name.into() }
+    }
+}
+
+impl fmt::Display for ObjectName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+impl fmt::Debug for ObjectName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for ObjectKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Namespace(name) => write!(f, "Namespace {name}"),
+            Self::Node(name) => write!(f, "Node {name}"),
+            Self::Pod(name) => write!(f, "Pod {name}"),
+            Self::ServiceAccount(name) => write!(f, "ServiceAccount {name}"),
+            Self::Service(name) => write!(f, "Service {name}"),
+            Self::EndpointSlice(name) => write!(f, "EndpointSlice {name}"),
+            Self::Status(uid) => write!(f, "status of pod {uid}"),
+        }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.file.display())?;
+        if let Some(line) = self.line {
+            write!(f, ":{line}")?;
+        }
+        if let Some(object) = &self.object {
+            write!(f, ": {object}")?;
+        }
+        write!(f, ": {}", self.reason)
+    }
+}
+
+impl Changes {
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+fn in_namespace<'a, T>(
+    map: &'a OrdMap<ObjectName, Arc<T>>,
+    namespace: &'a str,
+) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<T>)> {
+    // The empty name sorts before every name of the namespace.
+    map.range(ObjectName::new(namespace, "")..).take_while(move |(key, _)| *key.namespace == *namespace)
+}
+
+fn changed<K: Ord + Clone, T: PartialEq>(older: &OrdMap<K, Arc<T>>, newer: &OrdMap<K, Arc<T>>) -> Vec<K> {
+    let key = |item| match item {
+        DiffItem::Add(key, _) | DiffItem::Remove(key, _) => Clone::clone(key),
+        DiffItem::Update { new: (key, _), .. } => Clone::clone(key),
+    };
+    older.diff(newer).map(key).collect()
+}
+
+const REDIRECTION: &str = "ambient.istio.io/redirection";

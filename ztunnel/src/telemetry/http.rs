@@ -79,6 +79,11 @@ impl Router {
         self.page(Method::POST, path, page)
     }
 
+    /// `/healthz`: the process answers.
+    pub fn alive(self) -> Self {
+        self.get("/healthz", |_| Response::text(StatusCode::OK, "ok\n"))
+    }
+
     /// The paths that can be read, in order.
     pub fn paths(&self) -> impl Iterator<Item = &'static str> {
         self.pages.keys().copied()

@@ -263,4 +263,4 @@ fn is_message(field: &Field) -> bool {
 const OWN_CRATE: &str = "ztunnel::";
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

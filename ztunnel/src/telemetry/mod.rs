@@ -3,6 +3,13 @@
 //! Must never slow down or stop the data path: each queue is bounded and lossy, nothing here is awaited by a
 //! connection.
 
+pub mod connections;
+pub mod flow;
 pub mod http;
 pub mod log;
+pub mod metrics;
 pub mod time;
+
+mod access_log;
+
+pub use connections::{Connection, LiveConnection, Telemetry};

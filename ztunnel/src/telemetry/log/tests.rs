@@ -20,7 +20,8 @@ impl io::Write for Captured {
     }
 }
 
-fn lines_of(format: Format, levels: &str, log: impl FnOnce(&Logging)) -> Vec<String> {
+/// The lines that are written while `log` runs.
+pub(crate) fn lines_of(format: Format, levels: &str, log: impl FnOnce(&Logging)) -> Vec<String> {
     let out = Captured::default();
     let queue = Queue::start(out.clone(), format, 1 << 20).unwrap();
     let (logging, subscriber) = Logging::with_queue(format, Levels::parse(levels).unwrap(), queue);

@@ -1,0 +1,159 @@
+//! The access log: one line for each connection, fields and order of Istio's node proxy, then who ended it and how.
+//!
+//! Must never cost anything where the level is off.
+
+use std::time::Duration;
+
+use tracing::Level;
+
+use super::flow::{Direction, Failure, Flow, Outcome, Peer};
+
+/// Debug: the connection is established.
+pub(super) fn opened(flow: &Flow) {
+    if tracing::enabled!(target: "access", Level::DEBUG) {
+        line!(Level::DEBUG, "connection opened", Fields::of(flow), Ending::default());
+    }
+}
+
+/// Info, or error if it broke: the connection is over. Bytes are seen from the local application.
+pub(super) fn complete(flow: &Flow, sent: u64, received: u64, outcome: &Outcome) {
+    let ending = || Ending {
+        bytes_sent: Some(sent),
+        bytes_recv: Some(received),
+        duration: Some(milliseconds(flow.started.elapsed())),
+        error: outcome.failure.as_ref().map(|failure| &*failure.text),
+        flags: outcome.failure.as_ref().map(|failure| failure.flag.as_str()),
+        side: Some(outcome.side.as_str()),
+        hop: Some(outcome.side.hop(flow.direction)),
+        how: Some(outcome.how.as_str()),
+    };
+    if outcome.failure.is_some() {
+        if tracing::enabled!(target: "access", Level::ERROR) {
+            line!(Level::ERROR, "connection complete", Fields::of(flow), ending());
+        }
+    } else if tracing::enabled!(target: "access", Level::INFO) {
+        line!(Level::INFO, "connection complete", Fields::of(flow), ending());
+    }
+}
+
+/// Warn if it was denied before anything was dialled, else error: the connection was never established.
+pub(super) fn failed(flow: &Flow, failure: &Failure) {
+    let ending = || Ending {
+        duration: Some(milliseconds(flow.started.elapsed())),
+        error: Some(&failure.text),
+        flags: Some(failure.flag.as_str()),
+        ..Ending::default()
+    };
+    if matches!(failure.step, "source" | "policy") {
+        if tracing::enabled!(target: "access", Level::WARN) {
+            line!(Level::WARN, "connection failed", Fields::of(flow), ending());
+        }
+    } else if tracing::enabled!(target: "access", Level::ERROR) {
+        line!(Level::ERROR, "connection failed", Fields::of(flow), ending());
+    }
+}
+
+/// What a flow says of itself.
+struct Fields<'a> {
+    flow: &'a Flow,
+    src: Names<'a>,
+    src_identity: Option<String>,
+    dst: Names<'a>,
+    dst_identity: Option<String>,
+    authority: Option<String>,
+}
+
+#[derive(Default)]
+struct Names<'a> {
+    workload: Option<&'a str>,
+    namespace: Option<&'a str>,
+    cluster: Option<&'a str>,
+}
+
+#[derive(Default)]
+struct Ending<'a> {
+    bytes_sent: Option<u64>,
+    bytes_recv: Option<u64>,
+    duration: Option<String>,
+    error: Option<&'a str>,
+    flags: Option<&'a str>,
+    side: Option<&'a str>,
+    hop: Option<&'a str>,
+    how: Option<&'a str>,
+}
+
+impl<'a> Fields<'a> {
+    fn of(flow: &'a Flow) -> Self {
+        let mutual_tls = flow.mutual_tls();
+        let outbound = flow.direction == Direction::Outbound;
+        Self {
+            flow,
+            src: Names::of(&flow.source),
+            src_identity: flow.source.identity.as_ref().filter(|_| mutual_tls).map(ToString::to_string),
+            dst: Names::of(&flow.destination),
+            dst_identity: flow
+                .destination
+                .identity
+                .as_ref()
+                .filter(|_| mutual_tls && outbound)
+                .map(ToString::to_string),
+            authority: flow.authority.as_ref().map(ToString::to_string),
+        }
+    }
+}
+
+impl<'a> Names<'a> {
+    fn of(peer: &'a Peer) -> Self {
+        fn known(text: &str) -> Option<&str> {
+            (!text.is_empty()).then_some(text)
+        }
+        match (&peer.workload, &peer.claims) {
+            (Some(w), _) => {
+                Self { workload: known(&w.name), namespace: known(&w.namespace), cluster: known(&w.cluster) }
+            }
+            (None, Some(c)) => {
+                Self { workload: known(&c.workload), namespace: known(&c.namespace), cluster: known(&c.cluster) }
+            }
+            (None, None) => Self::default(),
+        }
+    }
+}
+
+fn milliseconds(duration: Duration) -> String {
+    format!("{}ms", duration.as_millis())
+}
+
+/// One event; the level has to be a constant of its place in the code.
+macro_rules! line {
+    ($level:expr, $text:literal, $fields:expr, $ending:expr) => {{
+        let (fields, ending) = ($fields, $ending);
+        tracing::event!(
+            target: "access",
+            $level,
+            src.addr = %fields.flow.src,
+            src.workload = fields.src.workload,
+            src.namespace = fields.src.namespace,
+            src.identity = fields.src_identity.as_deref(),
+            src.cluster = fields.src.cluster,
+            dst.addr = %fields.flow.dst,
+            dst.hbone_addr = fields.authority.as_ref().map(tracing::field::display),
+            dst.service = fields.flow.service.as_deref().map(|service| &*service.hostname),
+            dst.workload = fields.dst.workload,
+            dst.namespace = fields.dst.namespace,
+            dst.identity = fields.dst_identity.as_deref(),
+            dst.cluster = fields.dst.cluster,
+            direction = fields.flow.direction.as_str(),
+            bytes_sent = ending.bytes_sent,
+            bytes_recv = ending.bytes_recv,
+            duration = ending.duration.as_deref(),
+            error = ending.error,
+            response_flags = ending.flags,
+            closed.by = ending.side,
+            closed.hop = ending.hop,
+            closed.how = ending.how,
+            $text
+        );
+    }};
+}
+
+use line;

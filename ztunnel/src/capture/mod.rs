@@ -1,1 +1,6 @@
+//! How a pod's connections reach the proxy: its namespace, its listening sockets, the eBPF programs.
+//!
+//! Must never let a connection of a captured pod pass in the clear because a part of this is missing.
 
+pub mod listeners;
+pub mod netns;

@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::Once;
 
 use super::super::flow::{Authority, How, Peer, PeerClaims, Protocol, Side};
 use super::super::log::Format;
@@ -92,6 +93,18 @@ fn hbone(direction: Direction) -> Flow {
 }
 
 fn new() -> (Arc<Metrics>, Arc<Telemetry>) {
+    // A place in the code that logs for the first time while another test makes its subscriber may miss it.
+    static ALL_PLACES_KNOWN: Once = Once::new();
+    ALL_PLACES_KNOWN.call_once(|| {
+        lines_of(Format::Plain, "trace", |_| {
+            let (flow, failure) = (hbone(Direction::Inbound), |step| Failure::new(ResponseFlag::Deny, step, ""));
+            access_log::opened(&flow);
+            access_log::complete(&flow, 0, 0, &Outcome::reset(Side::Client));
+            access_log::complete(&flow, 0, 0, &Outcome::abandoned());
+            access_log::failed(&flow, &failure("policy"));
+            access_log::failed(&flow, &failure("dial"));
+        });
+    });
     let metrics = Metrics::new();
     let telemetry = Telemetry::new(&metrics, 100, Duration::from_secs(600));
     (metrics, telemetry)

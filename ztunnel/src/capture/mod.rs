@@ -4,3 +4,4 @@
 
 pub mod listeners;
 pub mod netns;
+pub mod pod_network;

@@ -1,0 +1,21 @@
+//! The processes that run inside a testbed's pods. Started by the testbed only.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let done = match std::env::args().nth(1).as_deref() {
+        Some("app") => testbed::testapp::run_executor(),
+        Some("pause") => testbed::testapp::pause(),
+        other => {
+            eprintln!("testapp is started by the testbed, with `app` or `pause`, not with {other:?}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("testapp: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

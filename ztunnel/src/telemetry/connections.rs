@@ -310,4 +310,4 @@ impl std::fmt::Debug for TcpCollector {
 const SETUP_BUCKETS: [f64; 10] = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0];
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

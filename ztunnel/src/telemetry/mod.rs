@@ -3,6 +3,8 @@
 //! Must never slow down or stop the data path: each queue is bounded and lossy, nothing here is awaited by a
 //! connection.
 
+pub mod admin;
+pub mod config_dump;
 pub mod connections;
 pub mod flow;
 pub mod http;

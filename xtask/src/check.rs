@@ -1,0 +1,146 @@
+//! `cargo xtask test`: everything that must hold before a change lands, in the order of how fast it can fail.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use crate::build::{self, Profile, cargo};
+use crate::{packages, preflight};
+
+/// A step that takes longer is taken for hung.
+const STEP_LIMIT: Duration = Duration::from_secs(25 * 60);
+
+/// What became of one step.
+struct Step {
+    name: &'static str,
+    ok: bool,
+    took: Duration,
+    passed: u32,
+    failed: u32,
+}
+
+/// Runs the check; with a filter only the end-to-end tests of that name.
+pub fn run(filter: Option<&str>) -> Result<ExitCode> {
+    packages::install(packages::ALL)?;
+    packages::fetch_envoy()?;
+    preflight::check()?;
+    let mut steps = Vec::new();
+    if filter.is_none() {
+        steps.push(step("format", cargo(&["fmt", "--all", "--check"]))?);
+        steps.push(step("lints", cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]))?);
+        steps.push(step("unit tests", cargo(&["test", "--workspace", "--no-fail-fast", "--lib", "--bins"]))?);
+    }
+    let build_start = Instant::now();
+    let built = build::binaries(Profile::Dev).is_ok();
+    steps.push(Step { name: "build", ok: built, took: build_start.elapsed(), passed: 0, failed: 0 });
+    if built {
+        let mut args = vec!["test", "-p", "tests", "--no-fail-fast", "--test", "*", "--", "--test-threads=2"];
+        args.extend(filter);
+        let mut command = cargo(&args);
+        command.env("RUST_BACKTRACE", "0");
+        steps.push(step("end to end", command)?);
+    }
+    Ok(summary(&steps))
+}
+
+fn summary(steps: &[Step]) -> ExitCode {
+    println!();
+    for step in steps {
+        let counts = match (step.passed, step.failed) {
+            (0, 0) => String::new(),
+            (passed, failed) => format!("{passed} passed, {failed} failed"),
+        };
+        let verdict = if step.ok { "ok" } else { "FAILED" };
+        println!("{:<14} {verdict:<7} {:>6.1} s  {counts}", step.name, step.took.as_secs_f64());
+    }
+    let passed: u32 = steps.iter().map(|step| step.passed).sum();
+    let failed: u32 = steps.iter().map(|step| step.failed).sum();
+    // A step may fail without a test that failed: it counts as one.
+    let broken = steps.iter().filter(|step| !step.ok && step.failed == 0).count() as u32;
+    println!("{passed} passed, {} failed", failed + broken);
+    if failed + broken == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs a command with its output shown, and counts the results of cargo's test runner in it.
+fn step(name: &'static str, mut command: Command) -> Result<Step> {
+    println!("==== {name}");
+    let start = Instant::now();
+    let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("{name}: start cargo"))?;
+    let stdout = child.stdout.take().expect("piped");
+    let (sender, lines) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stdout).split(b'\n').map_while(Result::ok) {
+            if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+                return;
+            }
+        }
+    });
+    let (mut passed, mut failed) = (0, 0);
+    let mut hung = false;
+    loop {
+        match lines.recv_timeout(STEP_LIMIT.saturating_sub(start.elapsed())) {
+            Ok(line) => {
+                let mut out = std::io::stdout().lock();
+                let _ = writeln!(out, "{line}");
+                if let Some((good, bad)) = counts(&line) {
+                    passed += good;
+                    failed += bad;
+                }
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                println!("{name}: no end after {STEP_LIMIT:?}, given up");
+                hung = true;
+                end_tree(child.id());
+                break;
+            }
+        }
+    }
+    let status = child.wait().with_context(|| format!("{name}: wait for cargo"))?;
+    Ok(Step { name, ok: status.success() && !hung, took: start.elapsed(), passed, failed })
+}
+
+/// Asks a process and all below it to end, lowest first; the tests then clean up after themselves.
+fn end_tree(pid: u32) {
+    let parent_of = |entry: &std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+        stat[stat.rfind(')')? + 2..].split(' ').nth(1)?.parse::<u32>().ok()
+    };
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let child = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok());
+        if let (Some(child), Some(parent)) = (child, parent_of(&entry))
+            && parent == pid
+        {
+            end_tree(child);
+        }
+    }
+    if let Some(pid) = rustix::process::Pid::from_raw(pid as i32) {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    }
+}
+
+/// `test result: ok. 12 passed; 0 failed; …`
+fn counts(line: &str) -> Option<(u32, u32)> {
+    let rest = line.strip_prefix("test result: ")?.split_once(". ")?.1;
+    let mut parts = rest.split("; ");
+    let passed = parts.next()?.strip_suffix(" passed")?.parse().ok()?;
+    let failed = parts.next()?.strip_suffix(" failed")?.parse().ok()?;
+    Some((passed, failed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_the_test_runner_are_counted() {
+        let line = "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.02s";
+        assert_eq!(counts(line), Some((12, 0)));
+        let line = "test result: FAILED. 3 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1s";
+        assert_eq!(counts(line), Some((3, 2)));
+        assert_eq!(counts("test something ... ok"), None);
+    }
+}

@@ -1,0 +1,316 @@
+//! `cargo xtask demo`: a two-node cluster on this machine, put into the mesh and taken out again, with every claim
+//! checked and measured. Nothing here is mocked: eBPF in the kernel, mutual TLS, the real processes.
+
+mod report;
+
+use std::net::{SocketAddr, TcpStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Parser;
+use report::Report;
+use testbed::{AccessLine, Behaviour, Mesh, Pod, Server, Service, StreamExt, Testbed};
+
+/// Sent before the label: it must be seen on the wire.
+const OPEN: &[u8] = b"canary-in-the-clear";
+/// Sent after the label: it must never be seen on the wire.
+const SECRET: &[u8] = b"canary-in-the-mesh";
+/// Port of the HBONE listener of every pod in the mesh.
+const HBONE: u16 = 15008;
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask demo", about = "Shows the mesh at work in a two-node cluster on this machine")]
+struct Cli {
+    /// Leave the cluster running until Ctrl-C, and print how to look around
+    #[arg(long)]
+    keep: bool,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let mut report = Report::new();
+    let mut kept = None;
+    // A step that cannot even be tried counts as failed; what the testbed says is printed by then.
+    let whole = catch_unwind(AssertUnwindSafe(|| {
+        let demo = Demo::set_up(&mut report);
+        demo.run(&mut report, cli.keep);
+        if cli.keep {
+            demo.explain();
+            kept = Some(demo);
+        }
+    }));
+    if whole.is_err() {
+        report.broken();
+    }
+    let code = report.finish();
+    if kept.is_some() {
+        println!("\nThe cluster runs. Ctrl-C takes it down.");
+        loop {
+            std::thread::park();
+        }
+    }
+    code
+}
+
+/// The cluster and what runs in it.
+struct Demo {
+    /// Listening from before the label to the end.
+    cart_servers: [Server; 2],
+    db_server: Server,
+    frontend: Pod,
+    cart: Pod,
+    cart_near: Pod,
+    db: Pod,
+    outsider: Pod,
+    cart_service: Service,
+    db_service: Service,
+    // Last, so that it goes last.
+    tb: Testbed,
+}
+
+impl Demo {
+    fn set_up(report: &mut Report) -> Self {
+        report.title("Two nodes, four pods of namespace shop, two services, a pod outside the mesh");
+        let start = Instant::now();
+        let tb = Testbed::new();
+        let pod = |name: &str, node: usize, port: u16| {
+            let spec = tb.pod(name).on(tb.node(node)).port("tcp", port);
+            spec.service_account(name.rsplit('/').next().expect("a name"))
+        };
+        let frontend = pod("shop/frontend", 0, 8080).start();
+        let cart = pod("shop/cart", 1, 8080).start();
+        let cart_near = pod("shop/cart-near", 0, 8080).label("app", "cart").start();
+        let db = pod("shop/db", 1, 5432).start();
+        let outsider = pod("legacy/outsider", 0, 8080).start();
+        let cart_service = tb.service("shop/cart").port(80, "tcp").create();
+        let db_service = tb.service("shop/db").port(5432, 5432).v4_only().create();
+        let demo = Self {
+            cart_servers: [&cart, &cart_near].map(|pod| pod.serve(8080, Behaviour::Echo)),
+            db_server: db.serve(5432, Behaviour::Banner("db ready\n")),
+            frontend,
+            cart,
+            cart_near,
+            db,
+            outsider,
+            cart_service,
+            db_service,
+            tb,
+        };
+        report.done("network namespaces, cgroups and pods are there", start);
+        for pod in demo.pods() {
+            let ip6 = pod.ip6();
+            report.note(&format!("{:<16} {}  {:<12} {ip6}", pod.name(), pod.node(), pod.ip()));
+        }
+        report.note(&format!("{:<16} {}", "service cart", both(&demo.cart_service)));
+        report.note(&format!("{:<16} {}", "service db", demo.db_service.at(5432)));
+        report.wait("control, and an agent and a proxy per node, to become ready");
+        let start = Instant::now();
+        demo.tb.start_mesh();
+        report.done("control plane, agents and proxies are ready; nobody is in the mesh yet", start);
+        demo
+    }
+
+    fn pods(&self) -> [&Pod; 5] {
+        [&self.frontend, &self.cart, &self.cart_near, &self.db, &self.outsider]
+    }
+
+    fn enrolled(&self) -> [&Pod; 4] {
+        [&self.frontend, &self.cart, &self.cart_near, &self.db]
+    }
+
+    fn mesh(&self) -> &Mesh {
+        self.tb.mesh()
+    }
+
+    fn run(&self, report: &mut Report, keep: bool) {
+        let mut old = self.before(report);
+        let processes = self.processes();
+        self.label(report, &mut old);
+        report.check("no pod was restarted", self.processes() == processes, "same process ids");
+        self.after(report);
+        self.outside(report);
+        if !keep {
+            self.unlabel(report, &mut old, &processes);
+        }
+    }
+
+    /// Plain connections; two of them stay open.
+    fn before(&self, report: &mut Report) -> Vec<TcpStream> {
+        report.title("Before the label");
+        let wire = self.tb.wire();
+        let mut stream = self.connect(&self.frontend, self.cart.at(8080));
+        stream.ask(OPEN);
+        report.check("frontend → cart is plaintext on the wire", wire.contains(OPEN), "the canary was seen");
+        let mut second = self.connect(&self.frontend, self.db.at(5432));
+        second.hear(b"db ready\n".len());
+        second.ask(OPEN);
+        vec![stream, second]
+    }
+
+    /// The processes of all pods: sandbox and app.
+    fn processes(&self) -> Vec<(u32, u32)> {
+        self.pods().map(|pod| (pod.pause_pid(), pod.app_pid())).to_vec()
+    }
+
+    fn label(&self, report: &mut Report, old: &mut [TcpStream]) {
+        report.title("Label the namespace: istio.io/dataplane-mode=ambient");
+        report.wait("all four pods to be in the mesh");
+        let start = Instant::now();
+        self.tb.namespace("shop").enrol();
+        self.mesh().wait_in_mesh(&self.enrolled());
+        report.done("four pods are in the mesh", start);
+        report.check("the pod outside is not", self.mesh().status(&self.outsider).is_none(), "no status");
+        let wire = self.tb.wire();
+        let alive = old.iter_mut().map(|stream| stream.try_ask(OPEN)).filter(|ok| *ok).count();
+        report.check("no connection was broken", alive == old.len(), &format!("{alive} older ones go on"));
+        report.check("they stay plaintext until they end", wire.contains(OPEN), &format!("{} of them", old.len()));
+    }
+
+    fn after(&self, report: &mut Report) {
+        report.title("New connections");
+        let wire = self.tb.wire();
+        let paths = [
+            ("frontend → service cart, IPv4", self.cart_service.at(80)),
+            ("frontend → service cart, IPv6", self.cart_service.at6(80)),
+            ("frontend → cart's own address", self.cart.at(8080)),
+        ];
+        for (what, to) in paths {
+            let before = self.cart_seen();
+            let start = Instant::now();
+            let mut stream = self.connect(&self.frontend, to);
+            stream.ask(SECRET);
+            let took = start.elapsed();
+            let peer = stream.peer_addr().expect("connected");
+            report.check(what, peer == to, &format!("answered in {:.1} ms", took.as_secs_f64() * 1000.0));
+            let seen = self.cart_seen().into_iter().find(|peer| !before.contains(peer));
+            let own = seen.is_some_and(|peer| [self.frontend.ip(), self.frontend.ip6()].contains(&peer.ip()));
+            let shown = seen.map_or("nothing".to_owned(), |peer| peer.ip().to_string());
+            report.check("    cart sees frontend's own address", own, &shown);
+        }
+        let start = Instant::now();
+        let mut stream = self.connect(&self.frontend, self.db_service.at(5432));
+        let banner = stream.hear(b"db ready\n".len());
+        report.check("a server that speaks first", banner == b"db ready\n", &millis(start));
+        stream.ask(SECRET);
+        drop(stream);
+        let flows = wire.flows();
+        let hbone: Vec<_> = flows.iter().filter(|flow| flow.server.port() == HBONE).collect();
+        let others = flows.iter().filter(|f| self.is_pod(f.client) && self.is_pod(f.server)).count() - hbone.len();
+        let tls: Vec<_> = hbone.iter().map(|flow| flow.tls13()).collect();
+        for error in tls.iter().filter_map(|tls| tls.as_ref().err()) {
+            report.note(&format!("not TLS 1.3: {error}"));
+        }
+        let all_tls = !tls.is_empty() && tls.iter().all(Result::is_ok) && others == 0;
+        report.check("only TLS 1.3 between the nodes", all_tls, &format!("{} tunnels, {others} others", tls.len()));
+        report.check("the canary is not on the wire", !wire.contains(SECRET), "looked through every packet");
+        self.identities(report);
+    }
+
+    fn identities(&self, report: &mut Report) {
+        let to_db = |line: &AccessLine| line.get("dst.workload") == "db" && line.get("src.workload") == "frontend";
+        for (side, direction, pod) in [("client", "outbound", &self.frontend), ("server", "inbound", &self.db)] {
+            let node = self.mesh().node_of(pod);
+            let wanted = |line: &AccessLine| to_db(line) && line.get("direction") == direction;
+            let line = node.wait_access_line("frontend → db", wanted);
+            let count = node.access_log().into_iter().filter(wanted).count();
+            report.check(&format!("one access-log line at the {side}'s node"), count == 1, &format!("{count}"));
+            let (field, identity) = match direction {
+                "inbound" => ("src.identity", self.frontend.identity()),
+                _ => ("dst.identity", self.db.identity()),
+            };
+            report.check("    it names the peer", line.get(field) == identity, line.get(field));
+            report.note(line.text.trim());
+        }
+    }
+
+    fn outside(&self, report: &mut Report) {
+        report.title("A client outside the mesh");
+        let before = self.cart_servers[0].seen().len();
+        let mut stream = self.connect(&self.outsider, self.cart.at(8080));
+        stream.ask(b"plain client");
+        let peer = self.cart_servers[0].wait_seen(before + 1)[before].peer.ip();
+        report.check("outsider → cart, plaintext, is still served", peer == self.outsider.ip(), &peer.to_string());
+        let reply = self.outsider.serve(9000, Behaviour::Echo);
+        self.connect(&self.frontend, self.outsider.at(9000)).ask(b"to the outside");
+        let peer = reply.seen()[0].peer.ip();
+        report.check("frontend → outsider passes with its own address", peer == self.frontend.ip(), &peer.to_string());
+    }
+
+    fn unlabel(&self, report: &mut Report, old: &mut [TcpStream], processes: &[(u32, u32)]) {
+        report.title("Remove the label");
+        report.wait("all four pods to be out of the mesh");
+        let start = Instant::now();
+        self.tb.namespace("shop").unenrol();
+        self.mesh().wait_out_of_mesh(&self.enrolled());
+        report.done("four pods are out of the mesh", start);
+        let wire = self.tb.wire();
+        let mut stream = self.connect(&self.frontend, self.db.at(5432));
+        stream.hear(b"db ready\n".len());
+        stream.ask(SECRET);
+        report.check("new connections are plaintext again", wire.contains(SECRET), "the canary was seen");
+        let alive = old.iter_mut().map(|stream| stream.try_ask(OPEN)).filter(|ok| *ok).count();
+        report.check("the oldest connections still go on", alive == old.len(), &format!("{alive} of {}", old.len()));
+        report.check("no pod was restarted", self.processes() == processes, "same process ids");
+        let peer = self.db_server.seen().last().map(|seen| seen.peer.ip());
+        report.check("db sees frontend's own address", peer == Some(self.frontend.ip()), "no proxy between");
+    }
+
+    /// Peers of all connections that the cart pods have had.
+    fn cart_seen(&self) -> Vec<SocketAddr> {
+        self.cart_servers.iter().flat_map(Server::seen).map(|seen| seen.peer).collect()
+    }
+
+    fn is_pod(&self, address: SocketAddr) -> bool {
+        self.enrolled().iter().any(|pod| pod.ip() == address.ip() || pod.ip6() == address.ip())
+    }
+
+    /// Connects, with a few tries: a fault shows as a failed step, not as a broken demo.
+    fn connect(&self, from: &Pod, to: SocketAddr) -> TcpStream {
+        from.connect(to).unwrap_or_else(|e| panic!("{} → {to}: {e}", from.name()))
+    }
+
+    /// How to look around in a cluster that is left running.
+    fn explain(&self) {
+        println!("\nLook around (from another terminal, as root):");
+        for pod in self.pods() {
+            println!(
+                "  a shell in {:<16} sh -c 'echo $$ > {}/cgroup.procs; exec ip netns exec {} bash'",
+                pod.name(),
+                pod.cgroup().path().display(),
+                pod.netns().name()
+            );
+        }
+        for node in self.tb.nodes() {
+            let exec = format!("ip netns exec {}", node.netns().name());
+            println!("  proxy of {}: configuration  {exec} curl -s 127.0.0.1:15000/config_dump", node.name());
+            println!("  proxy of {}: metrics        {exec} curl -s 127.0.0.1:15020/metrics", node.name());
+            println!("  agent of {}: its pods       {exec} curl -s 127.0.0.1:15014/status", node.name());
+        }
+        println!("  logs                        {}", self.tb.path("logs").display());
+        println!("  manifests (edit and see)    {}", self.tb.path("manifests").display());
+        println!("  service cart                {}", both(&self.cart_service));
+        println!("  service db                  {}", self.db_service.at(5432));
+    }
+}
+
+fn both(service: &Service) -> String {
+    format!("{} and {}", service.at(80), service.at6(80))
+}
+
+fn millis(start: Instant) -> String {
+    format!("{:.1} ms", start.elapsed().as_secs_f64() * 1000.0)
+}
+
+/// An echo that may fail.
+trait TryAsk {
+    fn try_ask(&mut self, bytes: &[u8]) -> bool;
+}
+
+impl TryAsk for TcpStream {
+    fn try_ask(&mut self, bytes: &[u8]) -> bool {
+        use std::io::{Read, Write};
+        let mut back = vec![0; bytes.len()];
+        self.write_all(bytes).and_then(|()| self.read_exact(&mut back)).is_ok() && back == bytes
+    }
+}

@@ -23,7 +23,13 @@ pub type Addr = [u8; 16];
 pub struct Endpoint {
     pub addr: Addr,
     pub port: u16,
+    /// Zero, but for the first byte in map `PEERS`: [`Endpoint::HOST`].
     pub _pad: [u8; 6],
+}
+
+impl Endpoint {
+    /// Mark of a `PEERS` entry: the socket is not captured, it is a host process's on its way to a pod.
+    pub const HOST: u8 = 1;
 }
 
 /// Value of map `PODS` (key: the pod's netns cookie): a pod whose connections are captured.

@@ -1,0 +1,81 @@
+//! The maps, and the few ways in which programs use them.
+
+use aya_ebpf::macros::map;
+use aya_ebpf::maps::{Array, HashMap, LruHashMap, PerCpuArray, SockHash};
+use ebpf::{Addr, COUNTERS as COUNT, ConnKey, Counter, Endpoint, ListenerKey, Node, Pod, Tuple};
+
+#[map]
+pub static PODS: HashMap<u64, Pod> = HashMap::with_max_entries(4096, 0);
+#[map]
+pub static POD_IPS: HashMap<Addr, u64> = HashMap::with_max_entries(8192, 0);
+#[map]
+pub static EXEMPT_CGROUPS: HashMap<u64, u8> = HashMap::with_max_entries(64, 0);
+#[map]
+pub static NODE: Array<Node> = Array::with_max_entries(1, 0);
+#[map]
+pub static ORIG_DST: LruHashMap<ConnKey, Endpoint> = LruHashMap::with_max_entries(65536, 0);
+/// Key: the socket's cookie. What a captured socket wanted to reach, or that it is a host process's.
+#[map]
+pub static PEERS: LruHashMap<u64, Endpoint> = LruHashMap::with_max_entries(262_144, 0);
+#[map]
+pub static PASS: LruHashMap<Tuple, u64> = LruHashMap::with_max_entries(65536, 0);
+#[map]
+pub static HOST_CONNS: LruHashMap<Tuple, u64> = LruHashMap::with_max_entries(65536, 0);
+#[map]
+pub static LISTENERS: SockHash<ListenerKey> = SockHash::with_max_entries(8192, 0);
+#[map]
+pub static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(COUNT, 0);
+#[map]
+pub static PROBED: LruHashMap<u64, u64> = LruHashMap::with_max_entries(4096, 0);
+
+#[inline(always)]
+pub fn count(counter: Counter) {
+    if let Some(value) = COUNTERS.get_ptr_mut(counter as u32) {
+        // SAFETY: the entry is this CPU's own and lives as long as the map.
+        unsafe { *value += 1 };
+    }
+}
+
+/// The record of the pod whose netns has this cookie, copied out.
+#[inline(always)]
+pub fn pod(netns: u64) -> Option<Pod> {
+    // SAFETY: entries are replaced whole; the copy is taken at once.
+    unsafe { PODS.get(netns) }.copied()
+}
+
+#[inline(always)]
+pub fn node() -> Option<Node> {
+    NODE.get(0).copied()
+}
+
+/// The IPv4-mapped form of an address in network byte order.
+#[inline(always)]
+pub fn mapped(v4: [u8; 4]) -> Addr {
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, v4[0], v4[1], v4[2], v4[3]]
+}
+
+#[inline(always)]
+pub fn words(addr: Addr) -> [u32; 4] {
+    let word = |i: usize| u32::from_ne_bytes([addr[i], addr[i + 1], addr[i + 2], addr[i + 3]]);
+    [word(0), word(4), word(8), word(12)]
+}
+
+#[inline(always)]
+pub fn addr_of(words: [u32; 4]) -> Addr {
+    let [a, b, c, d] = [
+        words[0].to_ne_bytes(),
+        words[1].to_ne_bytes(),
+        words[2].to_ne_bytes(),
+        words[3].to_ne_bytes(),
+    ];
+    [
+        a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3], d[0], d[1], d[2],
+        d[3],
+    ]
+}
+
+/// Whether the words are those of an IPv4-mapped address.
+#[inline(always)]
+pub fn is_mapped(words: [u32; 4]) -> bool {
+    words[0] == 0 && words[1] == 0 && words[2] == u32::from_be(0xffff)
+}

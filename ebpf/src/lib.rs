@@ -14,6 +14,16 @@ pub const PLAINTEXT_PORT: u16 = 15006;
 /// Port on which a pod is reached over HBONE.
 pub const HBONE_PORT: u16 = 15008;
 
+/// The programs, as `cargo xtask ebpf` has built them from `programs/`.
+#[cfg(not(target_arch = "bpf"))]
+pub static OBJECT: &[u8] = {
+    /// Puts the bytes where an ELF file's structures may be read in place.
+    #[repr(C, align(32))]
+    struct Aligned<T: ?Sized>(T);
+    static ALIGNED: &Aligned<[u8]> = &Aligned(*include_bytes!("../understory.bpf.o"));
+    &ALIGNED.0
+};
+
 /// An IPv6 address, or an IPv4 address in its IPv4-mapped form, in network byte order.
 pub type Addr = [u8; 16];
 

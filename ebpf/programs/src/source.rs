@@ -11,7 +11,7 @@ use aya_ebpf::macros::sock_ops;
 use aya_ebpf::programs::SockOpsContext;
 use ebpf::{ConnKey, Counter, Endpoint, Tuple};
 
-use crate::maps::{HOST_CONNS, ORIG_DST, PEERS, addr_of as address, count, is_mapped, mapped, words};
+use crate::maps::{HOST_CONNS, ORIG_DST, PEERS, count, either, is_mapped, words};
 
 #[sock_ops]
 pub fn us_sock_ops(ctx: SockOpsContext) -> u32 {
@@ -62,19 +62,18 @@ fn tuple(ctx: &SockOpsContext, peer: &Endpoint) -> Tuple {
 fn local(ctx: &SockOpsContext, peer: &Endpoint) -> Endpoint {
     let ops = ctx.ops;
     // SAFETY: fields of the context.
-    let (port, addr) = unsafe {
-        let port = read_volatile(addr_of!((*ops).local_port)) as u16;
-        let addr = if is_mapped(words(peer.addr)) {
-            mapped(read_volatile(addr_of!((*ops).local_ip4)).to_ne_bytes())
-        } else {
-            address([
+    let (port, v4, v6) = unsafe {
+        (
+            read_volatile(addr_of!((*ops).local_port)) as u16,
+            read_volatile(addr_of!((*ops).local_ip4)),
+            [
                 read_volatile(addr_of!((*ops).local_ip6[0])),
                 read_volatile(addr_of!((*ops).local_ip6[1])),
                 read_volatile(addr_of!((*ops).local_ip6[2])),
                 read_volatile(addr_of!((*ops).local_ip6[3])),
-            ])
-        };
-        (port, addr)
+            ],
+        )
     };
+    let addr = either(is_mapped(words(peer.addr)), v4, v6);
     Endpoint { addr, port, _pad: [0; 6] }
 }

@@ -2,6 +2,9 @@
 //!
 //! Must never let a connection of a captured pod pass in the clear because a part of this is missing.
 
+pub mod bpf;
 pub mod listeners;
+pub mod maps;
 pub mod netns;
 pub mod pod_network;
+pub mod programs;

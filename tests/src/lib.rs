@@ -34,6 +34,8 @@
 //! | read admin ports | `tb.mesh().node(0).config_dump()`, `.proxy_metrics()`, `.access_log()`, `.agent_status()` |
 //! | restart | `mesh.start_proxy(node)`, `mesh.start_agent(node)`, `mesh.start_control()` |
 //! | delete a pod step by step | `begin_deletion`, `destroy_sandbox`, `remove_object`; `delete` does all three |
+//! | have the usual three pods and two services | [`Shop::in_mesh`] |
+//! | send bad HBONE, or use a bad certificate | [`HboneClient`], `tb.mesh().authority()`, [`Authority::foreign`] |
 //! | wait | [`wait_for`] with words for what is waited for; never a fixed sleep |
 //!
 //! What the testbed itself cannot do panics with the thing and the step; what a test may expect to fail (`connect`)
@@ -42,10 +44,12 @@
 
 mod app;
 mod capture;
+mod certs;
 mod cgroup;
 mod cleanup;
 mod cluster;
 mod daemon;
+mod hbone;
 mod http;
 mod mesh;
 mod metrics;
@@ -53,12 +57,14 @@ mod name;
 mod netns;
 mod place;
 mod server;
+mod shop;
 mod stream;
 mod testbed;
 mod wait;
 
 pub use app::ChurnReport;
 pub use capture::{Capture, Flags, Flow, Packet, Records, TlsError, client_hello_key_shares};
+pub use certs::{Authority, Leaf};
 pub use cgroup::{Cgroup, cgroup2_root};
 pub use cleanup::{sweep, traces};
 pub use cluster::{
@@ -66,6 +72,7 @@ pub use cluster::{
     ServiceSpec, Target, TokenKey, TokenSpec,
 };
 pub use daemon::{Daemon, LogMark, describe};
+pub use hbone::{Connected, HboneClient, TunnelError};
 pub use http::Response;
 pub use mesh::{AccessLine, Mesh, MeshOptions, NodeMesh, SYSTEM_NAMESPACE, workload_of};
 pub use metrics::{Metrics, Sample};
@@ -73,6 +80,7 @@ pub use name::TestbedName;
 pub use netns::Netns;
 pub use place::{Dial, Place, SOCKET_TIMEOUT, binary};
 pub use server::{Behaviour, Checksum, Pattern, Seen, Server, canonical, read_checksum, send_pattern};
+pub use shop::Shop;
 pub use stream::{End, StreamExt};
 pub use testbed::{Outside, Testbed};
 pub use wait::{DEADLINE, holds_for, wait_for, wait_for_within, wait_until};

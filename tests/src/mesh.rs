@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::certs::Authority;
 use crate::cgroup::Cgroup;
 use crate::cluster::{AUDIENCE, CLUSTER_CIDRS, ISSUER, Node, Pod, Qos, TokenSpec, container_id, pod_cgroup};
 use crate::daemon::Daemon;
@@ -166,6 +167,11 @@ impl Mesh {
     /// The root certificate that control publishes.
     pub fn root_cert(&self) -> PathBuf {
         self.dir.join("root-cert.pem")
+    }
+
+    /// The control plane's certificate authority, to issue certificates for peers that are not ours.
+    pub fn authority(&self) -> Authority {
+        Authority::load(&self.dir.join("ca"))
     }
 
     /// Starts a node's agent, at first or again.

@@ -5,7 +5,8 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
@@ -86,6 +87,39 @@ impl PodListeners {
         }
         Ok(())
     }
+}
+
+/// How many connections wait to be accepted.
+pub fn waiting(listener: BorrowedFd<'_>) -> io::Result<u32> {
+    // SAFETY: tcp_info is plain numbers, for which zero is a value.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: `info` and `len` outlive the call, and `len` is the size of `info`.
+    let result = unsafe {
+        libc::getsockopt(
+            listener.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut info).cast(),
+            &raw mut len,
+        )
+    };
+    // On a listening socket the kernel puts the length of the accept queue here.
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(info.tcpi_unacked) }
+}
+
+/// Takes up to `most` connections, those that have waited longest, and resets them; how many there were.
+pub fn reset_oldest(listener: BorrowedFd<'_>, most: u32) -> io::Result<u32> {
+    for done in 0..most {
+        match net::accept_with(listener, SocketFlags::CLOEXEC) {
+            // Closing with a linger time of zero sends RST.
+            Ok(connection) => sockopt::set_socket_linger(&connection, Some(Duration::ZERO))?,
+            Err(Errno::AGAIN) => return Ok(done),
+            Err(Errno::CONNABORTED | Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(most)
 }
 
 fn listen(port: u16) -> Result<OwnedFd, ListenerError> {
@@ -197,5 +231,29 @@ mod tests {
 
         let file = PodListeners { outbound: std::fs::File::open("/dev/null").unwrap().into(), ..listeners };
         assert!(file.check(pod.cookie(), &ports).unwrap_err().to_string().contains("not a socket"));
+    }
+
+    #[test]
+    fn waiting_connections_are_counted_and_the_oldest_reset() {
+        use std::io::Read;
+        let pod = fresh();
+        let listeners = PodListeners::open(&pod, &ListenerPorts::default()).unwrap();
+        let listener = listeners.outbound.as_fd();
+        assert_eq!(waiting(listener).unwrap(), 0);
+        let mut clients = pod
+            .run(|| {
+                bring_up_loopback();
+                std::array::from_fn::<_, 3, _>(|_| TcpStream::connect("127.0.0.1:15001").unwrap())
+            })
+            .unwrap();
+        assert_eq!(waiting(listener).unwrap(), 3);
+        assert_eq!(reset_oldest(listener, 2).unwrap(), 2);
+        assert_eq!(waiting(listener).unwrap(), 1);
+        for client in &mut clients[..2] {
+            assert_eq!(client.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+        }
+        clients[2].set_nonblocking(true).unwrap();
+        assert_eq!(clients[2].read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(reset_oldest(listener, 9).unwrap(), 1);
     }
 }

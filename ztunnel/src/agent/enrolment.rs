@@ -1,0 +1,315 @@
+//! The stages between "not in the mesh" and "captured", each with what it holds, and the single steps forward and
+//! back. Who calls them when is `pod.rs`' affair.
+//!
+//! Every step can be done again. Must never leave a stage without undoing what it had done.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::Semaphore;
+use tracing::{info, warn};
+
+use super::decision::PodFacts;
+use super::kernel::{Captured, Kernel, KernelError};
+use super::metrics::AgentMetrics;
+use super::procs::{self, FindError};
+use super::proxies::{Offer, OfferError, Proxies};
+use super::record::{Record, RecordError, Records};
+use super::scanner::Scanner;
+use super::verify::{Defect, Subject, Verifier};
+use crate::capture::listeners::{ListenerError, ListenerPorts, PodListeners};
+use crate::capture::netns::{Netns, NetnsId};
+use crate::capture::pod_network::{self, Before, Families, PodNetworkError};
+use crate::manifests::{PodRef, PodStatus, Redirection, StatusError, StatusFolder};
+use crate::zds::PodInfo;
+
+/// How far a pod is.
+#[derive(Debug)]
+pub enum Stage {
+    /// Nothing is held.
+    Out,
+    /// Its namespace is known.
+    Found(Arc<Netns>),
+    /// Its listeners and its network are ready, and it is on offer.
+    Prepared(Held),
+    /// A proxy has taken it.
+    Served(Held),
+    /// The kernel sends its connections to the listeners; not shown yet.
+    Captured(Held),
+    /// Captured, and its status says so.
+    Enrolled(Held),
+    /// On its way out: the status is cleared, peers learn of it. Until when they may take.
+    Following(Held, Instant),
+    /// New connections pass; old ones may end by themselves until then.
+    Draining(Held, Instant),
+}
+
+/// What a pod in the mesh holds.
+#[derive(Debug)]
+pub struct Held {
+    pub netns: Arc<Netns>,
+    pub listeners: Arc<PodListeners>,
+    pub record: Record,
+}
+
+/// A step that did not succeed; it is tried again.
+#[derive(Debug, thiserror::Error)]
+pub enum Trouble {
+    #[error("it has no address yet")]
+    NoAddress,
+    #[error("its network namespace is not known: {0}")]
+    Find(#[from] FindError),
+    #[error("its listeners: {0}")]
+    Listeners(#[from] ListenerError),
+    #[error("its network: {0}")]
+    Network(#[from] PodNetworkError),
+    #[error("its record: {0}")]
+    Record(#[from] RecordError),
+    #[error("the proxy: {0}")]
+    Proxy(#[from] OfferError),
+    #[error("capture: {0}")]
+    Kernel(#[from] KernelError),
+    #[error("not captured: {}", list(.0))]
+    NotCaptured(Vec<Defect>),
+    #[error("its status: {0}")]
+    Status(#[from] StatusError),
+}
+
+/// What all pods' tasks share.
+#[derive(Debug)]
+pub struct Context {
+    pub node: String,
+    /// The namespaces of the node itself.
+    pub node_netns: Vec<NetnsId>,
+    pub kernel: Arc<Kernel>,
+    pub proxies: Arc<Proxies>,
+    pub scanner: Scanner,
+    pub records: Records,
+    pub status: Option<StatusFolder>,
+    pub verifier: Verifier,
+    pub metrics: Arc<AgentMetrics>,
+    pub ports: ListenerPorts,
+    pub fail_open: bool,
+    pub timings: Timings,
+    /// Bounds the pods that are worked on at a time.
+    pub slots: Semaphore,
+}
+
+/// The agent's times.
+#[derive(Clone, Copy, Debug)]
+pub struct Timings {
+    /// How often each pod's capture is verified.
+    pub verify: Duration,
+    /// How long peers may take to learn that a pod leaves the mesh.
+    pub follow: Duration,
+    /// How long the connections of a pod that leaves the mesh may live on.
+    pub drain: Duration,
+    /// First and longest wait after a step that failed.
+    pub retry: (Duration, Duration),
+    /// How long connections wait for a proxy.
+    pub backlog: Duration,
+}
+
+impl Context {
+    /// `Out` → `Found`.
+    pub async fn find(&self, facts: &PodFacts) -> Result<Arc<Netns>, Trouble> {
+        if facts.addresses.is_empty() {
+            return Err(Trouble::NoAddress);
+        }
+        let scan = self.scanner.within(Duration::ZERO).await;
+        let leader = scan.leader(&facts.cgroup_uid, &self.node_netns).ok_or(FindError::NoProcess)?;
+        Ok(Arc::new(procs::open(leader, &facts.addresses).await?))
+    }
+
+    /// `Found` → `Prepared`. `record` is what an earlier agent left, if it is of this namespace.
+    pub async fn prepare(&self, facts: &PodFacts, netns: &Arc<Netns>, record: Option<Record>) -> Result<Held, Trouble> {
+        let listeners = Arc::new(self.listeners(facts, netns).await?);
+        let families = Families::of(&facts.addresses);
+        let before = match record {
+            Some(record) if record.netns_cookie == netns.cookie() && record.before.families == families => {
+                record.before
+            }
+            _ => Before::read(netns, families)?,
+        };
+        let record = Record {
+            uid: facts.uid.clone(),
+            cgroup_uid: facts.cgroup_uid.clone(),
+            name: facts.name.clone(),
+            namespace: facts.namespace.clone(),
+            netns_cookie: netns.cookie(),
+            addresses: facts.addresses.clone(),
+            before,
+        };
+        self.records.write(&record)?;
+        pod_network::install(netns, &record.before).await?;
+        self.proxies.offer(Offer {
+            info: PodInfo {
+                uid: facts.uid.clone(),
+                name: facts.name.clone(),
+                namespace: facts.namespace.clone(),
+                service_account: facts.service_account.clone(),
+            },
+            netns: netns.clone(),
+            listeners: listeners.clone(),
+        });
+        Ok(Held { netns: netns.clone(), listeners, record })
+    }
+
+    /// New listeners, or those that a proxy still holds from before the agent's restart.
+    async fn listeners(&self, facts: &PodFacts, netns: &Netns) -> Result<PodListeners, Trouble> {
+        let taken = match PodListeners::open(netns, &self.ports) {
+            Err(taken @ ListenerError::PortTaken { .. }) => taken,
+            other => return Ok(other?),
+        };
+        match self.proxies.return_listeners(&facts.uid).await {
+            Some(returned) => {
+                returned.check(netns.cookie(), &self.ports)?;
+                Ok(returned)
+            }
+            None => Err(taken.into()),
+        }
+    }
+
+    /// `Prepared` → `Served`. A pod that is captured already must not wait for a proxy to be known as such.
+    pub async fn serve(&self, held: &Held) -> Result<(), Trouble> {
+        match self.proxies.add(&held.record.uid).await {
+            Err(OfferError::NoProxy) if self.kernel.is_captured(held.record.netns_cookie)? => Ok(()),
+            other => Ok(other?),
+        }
+    }
+
+    /// `Served` → `Captured`.
+    pub fn capture(&self, held: &Held) -> Result<(), Trouble> {
+        Ok(self.kernel.put(&held.captured(self.fail_open), &held.netns)?)
+    }
+
+    /// Verifies, repairs once what can be repaired, and verifies again.
+    pub async fn verify(&self, held: &Held, scan_age: Duration) -> Result<(), Trouble> {
+        self.metrics.verifications.add(1);
+        let defects = self.defects(held, scan_age).await;
+        if defects.is_empty() {
+            return Ok(());
+        }
+        let repaired = self.repair(held).await;
+        let left = self.defects(held, Duration::ZERO).await;
+        for defect in defects.iter().filter(|defect| left.iter().all(|other| other.part != defect.part)) {
+            self.metrics.repaired(defect.part);
+            warn!(pod = held.record.pod(), part = defect.part.name(), was = defect.reason, "capture was broken and is repaired");
+        }
+        repaired?;
+        if left.is_empty() { Ok(()) } else { Err(Trouble::NotCaptured(left)) }
+    }
+
+    async fn defects(&self, held: &Held, scan_age: Duration) -> Vec<Defect> {
+        let scan = self.scanner.within(scan_age).await;
+        let subject = Subject {
+            captured: held.captured(self.fail_open),
+            netns: &held.netns,
+            families: held.record.before.families,
+            processes: scan.processes(&held.record.cgroup_uid),
+            leader: scan.leader(&held.record.cgroup_uid, &self.node_netns),
+        };
+        self.verifier.defects(&self.kernel, &subject).await
+    }
+
+    async fn repair(&self, held: &Held) -> Result<(), Trouble> {
+        pod_network::install(&held.netns, &held.record.before).await?;
+        self.kernel.repair()?;
+        self.capture(held)
+    }
+
+    /// `Captured` → `Enrolled`: peers may use HBONE from now on.
+    pub fn announce(&self, held: &Held) -> Result<(), Trouble> {
+        self.set_status(&held.record, Redirection::Enabled, String::new())
+    }
+
+    /// Tells that a pod is wanted and why it is not there yet. Never takes back that it was captured.
+    pub fn announce_pending(&self, facts: &PodFacts, reason: &str) -> Result<(), Trouble> {
+        let Some(folder) = &self.status else { return Ok(()) };
+        let pod = PodRef { namespace: facts.namespace.clone(), name: facts.name.clone(), uid: facts.uid.clone() };
+        let (node, reason) = (self.node.clone(), reason.to_owned());
+        Ok(folder.write(&PodStatus { pod, node, redirection: Redirection::Pending, reason })?)
+    }
+
+    /// `Enrolled` → `Following`: peers stop using HBONE.
+    pub fn renounce(&self, uid: &str) -> Result<(), Trouble> {
+        if let Some(folder) = &self.status {
+            folder.remove(uid)?;
+        }
+        Ok(())
+    }
+
+    /// `Following` → `Draining`: new connections pass by the proxy.
+    pub fn release(&self, held: &Held) -> Result<(), Trouble> {
+        Ok(self.kernel.take(&held.captured(self.fail_open))?)
+    }
+
+    /// `Served` and later → `Prepared`: no proxy serves the pod, what was still open is cut.
+    pub async fn unserve(&self, held: &Held) {
+        self.proxies.withdraw(&held.record.uid);
+        self.proxies.delete(&held.record.uid).await;
+    }
+
+    /// `Prepared` → `Out`: nothing of ours is left in the pod.
+    pub async fn dismantle(&self, held: &Held) -> Result<(), Trouble> {
+        self.proxies.withdraw(&held.record.uid);
+        pod_network::remove(&held.netns, &held.record.before).await?;
+        Ok(self.records.remove(&held.record.uid)?)
+    }
+
+    /// The pod is gone: its status and all that the kernel knows of it.
+    pub fn release_all(&self, uid: &str, held: Option<&Held>, record: Option<&Record>) -> Result<(), Trouble> {
+        self.renounce(uid)?;
+        match (held, record) {
+            (Some(held), _) => self.release(held),
+            (None, Some(record)) => Ok(self.kernel.take(&captured_of(record))?),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Puts a pod's network back. What cannot be, went with its namespace.
+    pub async fn restore(&self, held: &Held) {
+        if let Err(error) = pod_network::remove(&held.netns, &held.record.before).await {
+            info!(pod = held.record.pod(), %error, "the pod's network could not be put back");
+        }
+    }
+
+    /// Undoes in the kernel what a record tells of another namespace than the pod's present one.
+    pub fn forget(&self, record: &Record) -> Result<(), Trouble> {
+        self.kernel.take(&captured_of(record))?;
+        Ok(self.records.remove(&record.uid)?)
+    }
+
+    fn set_status(&self, record: &Record, redirection: Redirection, reason: String) -> Result<(), Trouble> {
+        let Some(folder) = &self.status else { return Ok(()) };
+        let pod =
+            PodRef { namespace: record.namespace.clone(), name: record.name.clone(), uid: record.uid.clone() };
+        Ok(folder.write(&PodStatus { pod, node: self.node.clone(), redirection, reason })?)
+    }
+}
+
+impl Held {
+    fn captured(&self, fail_open: bool) -> Captured<'_> {
+        Captured {
+            cookie: self.record.netns_cookie,
+            addresses: &self.record.addresses,
+            fail_open,
+            listeners: Some(&self.listeners),
+        }
+    }
+}
+
+impl Record {
+    /// Namespace and name.
+    pub fn pod(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+}
+
+fn captured_of(record: &Record) -> Captured<'_> {
+    Captured { cookie: record.netns_cookie, addresses: &record.addresses, fail_open: false, listeners: None }
+}
+
+fn list(defects: &[Defect]) -> String {
+    defects.iter().map(Defect::to_string).collect::<Vec<_>>().join("; ")
+}

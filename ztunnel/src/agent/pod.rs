@@ -1,0 +1,448 @@
+//! One pod's task: brings the pod to where it is wanted, keeps it there, and cleans up after it.
+//!
+//! Must never wait without a bound, nor let one pod's trouble become another's.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio::sync::watch;
+use tracing::{debug, info, warn};
+
+use super::decision::{Decision, PodFacts};
+use super::enrolment::{Context, Held, Stage, Trouble};
+use super::metrics::{PodState, PodView, unix_seconds};
+use super::procs::FindError;
+use super::record::Record;
+
+/// What the objects say of a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Wish {
+    Pod(PodFacts, Decision),
+    /// The pod no longer exists.
+    Gone,
+}
+
+/// The task of one pod; ends when the pod is gone and cleaned up.
+pub struct PodTask {
+    context: Arc<Context>,
+    wish: watch::Receiver<Wish>,
+    uid: String,
+    stage: Stage,
+    /// What was done to the pod, by us or by an earlier agent.
+    record: Option<Record>,
+    /// An earlier agent had the pod captured: its status says so, and stays.
+    adopted: bool,
+    /// A proxy may have been told to keep or to serve the pod.
+    known_to_proxy: bool,
+    /// The proxy has been told that the pod is ending.
+    farewell: bool,
+    verified: Option<SystemTime>,
+    next_verification: Instant,
+    trouble: Option<String>,
+    /// Steps in a row that failed.
+    failures: u32,
+}
+
+/// When to do the next step.
+enum Next {
+    Now,
+    /// After this time, or when something changes.
+    After(Duration),
+    /// When something changes.
+    Idle,
+    /// Never: the task is done.
+    End,
+}
+
+impl PodTask {
+    /// `known_to_proxy`: the pod was put on offer, or kept, before.
+    pub fn new(
+        context: Arc<Context>,
+        uid: String,
+        wish: watch::Receiver<Wish>,
+        record: Option<Record>,
+        known_to_proxy: bool,
+    ) -> PodTask {
+        PodTask {
+            context,
+            wish,
+            uid,
+            stage: Stage::Out,
+            record,
+            adopted: false,
+            known_to_proxy,
+            farewell: false,
+            verified: None,
+            next_verification: Instant::now(),
+            trouble: None,
+            failures: 0,
+        }
+    }
+
+    pub async fn run(mut self) {
+        let context = self.context.clone();
+        let mut proxies = context.proxies.changes();
+        loop {
+            let wish = self.wish.borrow_and_update().clone();
+            proxies.mark_unchanged();
+            let next = {
+                // The semaphore is never closed.
+                let _slot = context.slots.acquire().await;
+                match self.step(&wish).await {
+                    Ok(next) => {
+                        self.failures = 0;
+                        self.trouble = None;
+                        next
+                    }
+                    Err(trouble) => self.stumbled(&wish, &trouble),
+                }
+            };
+            self.show(&wish);
+            let wait = match next {
+                Next::Now => continue,
+                Next::End => return context.metrics.forget(&self.uid),
+                Next::After(wait) => Some(wait),
+                Next::Idle => None,
+            };
+            tokio::select! {
+                changed = self.wish.changed() => if changed.is_err() {
+                    // The agent is ending; capture stays as it is.
+                    return;
+                },
+                Ok(()) = proxies.changed() => {}
+                () = sleep(wait) => {}
+            }
+        }
+    }
+
+    async fn step(&mut self, wish: &Wish) -> Result<Next, Trouble> {
+        match wish {
+            Wish::Gone => {
+                self.bury().await?;
+                Ok(Next::End)
+            }
+            Wish::Pod(_, Decision::Ended) => {
+                self.bury().await?;
+                Ok(Next::Idle)
+            }
+            // What has begun to leave leaves, and comes back from outside.
+            Wish::Pod(facts, Decision::In) if !self.stage.is_leaving() => self.forward(facts).await,
+            Wish::Pod(facts, Decision::In | Decision::Out(_)) => self.back(facts).await,
+        }
+    }
+
+    /// One step into the mesh, or a check that all is well there.
+    async fn forward(&mut self, facts: &PodFacts) -> Result<Next, Trouble> {
+        let context = self.context.clone();
+        if self.has_moved(facts).await {
+            info!(pod = facts.name, namespace = facts.namespace, "the pod has another network than before");
+            self.bury().await?;
+        }
+        match &self.stage {
+            Stage::Out if facts.leaving && self.record.is_none() => return Ok(Next::Idle),
+            Stage::Out => {
+                // A proxy that still serves the pod must not drop it while we look for it.
+                context.proxies.keep(&self.uid);
+                self.known_to_proxy = true;
+                self.find(facts).await?;
+            }
+            Stage::Found(_) => self.prepare(facts).await?,
+            Stage::Prepared(held) => {
+                context.serve(held).await?;
+                self.stage.advance(Stage::Served);
+            }
+            Stage::Served(held) => {
+                context.capture(held)?;
+                self.stage.advance(Stage::Captured);
+            }
+            Stage::Captured(held) => {
+                context.verify(held, Duration::ZERO).await?;
+                context.announce(held)?;
+                context.metrics.enrolments.add(1);
+                info!(pod = held.record.pod(), addresses = ?held.record.addresses, "the pod is in the mesh");
+                self.stage.advance(Stage::Enrolled);
+                return Ok(self.is_captured());
+            }
+            Stage::Enrolled(held) => {
+                if facts.leaving && !self.farewell {
+                    info!(pod = held.record.pod(), "the pod is ending, its peers are told");
+                    context.proxies.drain(&self.uid).await;
+                    self.farewell = true;
+                }
+                if !context.proxies.has_taken(&self.uid) && context.proxies.connected() > 0 {
+                    context.proxies.add(&self.uid).await?;
+                }
+                let wait = self.next_verification.saturating_duration_since(Instant::now());
+                if !wait.is_zero() && self.failures == 0 {
+                    return Ok(Next::After(wait));
+                }
+                context.verify(held, SCAN_AGE).await?;
+                return Ok(self.is_captured());
+            }
+            Stage::Following(..) | Stage::Draining(..) => return self.back(facts).await,
+        }
+        Ok(Next::Now)
+    }
+
+    async fn find(&mut self, facts: &PodFacts) -> Result<(), Trouble> {
+        let netns = self.context.find(facts).await?;
+        if let Some(record) = self.record.take_if(|record| record.netns_cookie != netns.cookie()) {
+            info!(pod = record.pod(), "the pod has another network namespace than before");
+            self.context.forget(&record)?;
+        }
+        self.stage = Stage::Found(netns);
+        Ok(())
+    }
+
+    async fn prepare(&mut self, facts: &PodFacts) -> Result<(), Trouble> {
+        let Stage::Found(netns) = std::mem::replace(&mut self.stage, Stage::Out) else { return Ok(()) };
+        self.adopted = self.context.kernel.is_captured(netns.cookie())?;
+        // On failure the stage is `Out` again: the namespace may have been the trouble.
+        let held = self.context.prepare(facts, &netns, self.record.clone()).await?;
+        self.record = Some(held.record.clone());
+        self.known_to_proxy = true;
+        self.stage = Stage::Prepared(held);
+        Ok(())
+    }
+
+    /// One step out of the mesh.
+    async fn back(&mut self, facts: &PodFacts) -> Result<Next, Trouble> {
+        let context = self.context.clone();
+        match &self.stage {
+            Stage::Out if self.record.is_some() => match self.find(facts).await {
+                // An earlier agent left the pod in the mesh: take it up where it is, then out.
+                Ok(()) => {}
+                Err(Trouble::Find(FindError::NoProcess)) => self.bury().await?,
+                Err(trouble) => return Err(trouble),
+            },
+            Stage::Out => {
+                self.leave_proxies().await;
+                context.renounce(&self.uid)?;
+                return Ok(Next::Idle);
+            }
+            Stage::Found(_) if self.record.is_some() => {
+                self.prepare(facts).await?;
+                if self.adopted {
+                    self.stage.advance(Stage::Enrolled);
+                }
+            }
+            Stage::Found(_) => self.stage = Stage::Out,
+            Stage::Prepared(held) => {
+                context.dismantle(held).await?;
+                self.stage = Stage::Out;
+                self.record = None;
+                self.adopted = false;
+            }
+            Stage::Served(held) => {
+                context.unserve(held).await;
+                self.known_to_proxy = false;
+                self.stage.advance(Stage::Prepared);
+            }
+            Stage::Captured(held) if !self.adopted => {
+                context.release(held)?;
+                self.stage.advance(Stage::Served);
+            }
+            Stage::Captured(_) | Stage::Enrolled(_) => {
+                context.renounce(&self.uid)?;
+                info!(pod = facts.name, namespace = facts.namespace, "the pod leaves the mesh: peers are to follow");
+                let until = Instant::now() + context.timings.follow;
+                self.stage.advance(|held| Stage::Following(held, until));
+            }
+            Stage::Following(held, until) => {
+                let followed = context.proxies.drain(&self.uid).await.is_some_and(|drain| drain.followed);
+                let late = Instant::now() >= *until;
+                if !followed && !late {
+                    return Ok(Next::After(POLL));
+                }
+                if !followed {
+                    warn!(pod = held.record.pod(), "peers may not have noticed that the pod leaves the mesh");
+                }
+                context.release(held)?;
+                let until = Instant::now() + context.timings.drain;
+                self.stage.advance(|held| Stage::Draining(held, until));
+            }
+            Stage::Draining(held, until) => {
+                let open = context.proxies.drain(&self.uid).await.map_or(0, |drain| drain.open);
+                if open > 0 && Instant::now() < *until {
+                    return Ok(Next::After(POLL));
+                }
+                if open > 0 {
+                    warn!(pod = held.record.pod(), open, "connections outlived the drain and are cut");
+                }
+                context.metrics.unenrolments.add(1);
+                info!(pod = held.record.pod(), "the pod is out of the mesh");
+                self.stage.advance(Stage::Served);
+            }
+        }
+        Ok(Next::Now)
+    }
+
+    /// The pod is gone, or in another namespace: undoes everything at once.
+    async fn bury(&mut self) -> Result<(), Trouble> {
+        let context = self.context.clone();
+        if self.record.is_some() {
+            context.release_all(&self.uid, self.stage.held(), self.record.as_ref())?;
+        }
+        self.leave_proxies().await;
+        if let Some(held) = self.stage.held() {
+            context.restore(held).await;
+        }
+        context.records.remove(&self.uid)?;
+        self.stage = Stage::Out;
+        self.record = None;
+        self.verified = None;
+        (self.adopted, self.farewell) = (false, false);
+        Ok(())
+    }
+
+    async fn leave_proxies(&mut self) {
+        if std::mem::take(&mut self.known_to_proxy) {
+            self.context.proxies.withdraw(&self.uid);
+            self.context.proxies.delete(&self.uid).await;
+        }
+    }
+
+    /// Whether the pod's processes are in another namespace, or its addresses are others, than what is held.
+    async fn has_moved(&self, facts: &PodFacts) -> bool {
+        let Some(held) = self.stage.held() else { return false };
+        if held.record.addresses != facts.addresses {
+            return true;
+        }
+        let scan = self.context.scanner.within(SCAN_AGE).await;
+        let leader = scan.leader(&facts.cgroup_uid, &self.context.node_netns);
+        leader.is_some_and(|leader| leader.netns != held.netns.id())
+    }
+
+    fn is_captured(&mut self) -> Next {
+        self.verified = Some(SystemTime::now());
+        let random = RandomState::new().hash_one(&self.uid) as f64 / u64::MAX as f64;
+        let wait = self.context.timings.verify.mul_f64(0.9 + 0.2 * random);
+        self.next_verification = Instant::now() + wait;
+        Next::After(wait)
+    }
+
+    fn stumbled(&mut self, wish: &Wish, trouble: &Trouble) -> Next {
+        let context = &self.context;
+        context.metrics.failed_steps.add(1);
+        let text = trouble.to_string();
+        let new = self.trouble.as_ref() != Some(&text);
+        // A pod that is just being made has no address and no process for a moment.
+        let early = matches!(trouble, Trouble::NoAddress | Trouble::Find(FindError::NoProcess)) && self.failures < 5;
+        let (name, uid) = (self.name(wish), &self.uid);
+        if new && !early {
+            warn!(pod = name, uid, stage = self.stage.name(), reason = text, "a step of the pod's enrolment failed");
+        } else {
+            debug!(pod = name, uid, stage = self.stage.name(), reason = text, "a step of the pod's enrolment failed");
+        }
+        if let Wish::Pod(facts, Decision::In) = wish
+            && new
+            && !self.was_announced()
+            && let Err(error) = context.announce_pending(facts, &text)
+        {
+            warn!(pod = name, %error, "the pod's status cannot be written");
+        }
+        self.trouble = Some(text);
+        let (first, longest) = context.timings.retry;
+        let wait = first.saturating_mul(1 << self.failures.min(16)).min(longest);
+        self.failures += 1;
+        Next::After(wait)
+    }
+
+    /// Peers were told that the pod is in the mesh.
+    fn was_announced(&self) -> bool {
+        self.adopted || self.stage.is_leaving() || matches!(self.stage, Stage::Enrolled(_))
+    }
+
+    fn show(&self, wish: &Wish) {
+        let Wish::Pod(facts, decision) = wish else { return };
+        let state = match (&self.stage, decision) {
+            (Stage::Following(..) | Stage::Draining(..), _) => PodState::Leaving,
+            (_, Decision::Out(_)) if self.record.is_some() => PodState::Leaving,
+            (_, Decision::Out(_) | Decision::Ended) => PodState::Out,
+            (Stage::Enrolled(_), Decision::In) if facts.leaving => PodState::Ending,
+            (Stage::Enrolled(_), Decision::In) if self.trouble.is_none() => PodState::Enrolled,
+            (_, Decision::In) if self.was_announced() => PodState::NotCaptured,
+            (_, Decision::In) => PodState::Pending,
+        };
+        let reason = match (&self.trouble, decision) {
+            (Some(trouble), _) => trouble.clone(),
+            (None, Decision::Out(exclusion)) => exclusion.to_string(),
+            (None, Decision::Ended) => "its containers have ended".into(),
+            (None, Decision::In) => String::new(),
+        };
+        self.context.metrics.show(PodView {
+            namespace: facts.namespace.clone(),
+            name: facts.name.clone(),
+            uid: self.uid.clone(),
+            state,
+            captured_verified: self.verified.map(unix_seconds),
+            served: self.context.proxies.has_taken(&self.uid),
+            reason,
+        });
+    }
+
+    fn name(&self, wish: &Wish) -> String {
+        match (wish, &self.record) {
+            (Wish::Pod(facts, _), _) => format!("{}/{}", facts.namespace, facts.name),
+            (Wish::Gone, Some(record)) => record.pod(),
+            (Wish::Gone, None) => "unknown".into(),
+        }
+    }
+}
+
+impl Stage {
+    fn held(&self) -> Option<&Held> {
+        match self {
+            Stage::Out | Stage::Found(_) => None,
+            Stage::Prepared(held)
+            | Stage::Served(held)
+            | Stage::Captured(held)
+            | Stage::Enrolled(held)
+            | Stage::Following(held, _)
+            | Stage::Draining(held, _) => Some(held),
+        }
+    }
+
+    fn is_leaving(&self) -> bool {
+        matches!(self, Stage::Following(..) | Stage::Draining(..))
+    }
+
+    /// Hands what is held to another stage; a stage that holds nothing stays.
+    fn advance(&mut self, to: impl FnOnce(Held) -> Stage) {
+        *self = match std::mem::replace(self, Stage::Out) {
+            Stage::Prepared(held)
+            | Stage::Served(held)
+            | Stage::Captured(held)
+            | Stage::Enrolled(held)
+            | Stage::Following(held, _)
+            | Stage::Draining(held, _) => to(held),
+            nothing @ (Stage::Out | Stage::Found(_)) => nothing,
+        };
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Stage::Out => "out",
+            Stage::Found(_) => "found",
+            Stage::Prepared(_) => "prepared",
+            Stage::Served(_) => "served",
+            Stage::Captured(_) => "captured",
+            Stage::Enrolled(_) => "enrolled",
+            Stage::Following(..) => "following",
+            Stage::Draining(..) => "draining",
+        }
+    }
+}
+
+async fn sleep(wait: Option<Duration>) {
+    match wait {
+        Some(wait) => tokio::time::sleep(wait).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// How often the proxy is asked how far a drain is.
+const POLL: Duration = Duration::from_millis(200);
+/// A look at the node's processes may be this old for what is only watched.
+const SCAN_AGE: Duration = Duration::from_secs(5);

@@ -1,0 +1,189 @@
+//! Finds a pod's network namespace by its processes.
+//!
+//! Must never pair a pod with another pod's namespace: its traffic would get the other's identity. So the namespace
+//! must hold one of the pod's addresses, and must not be the node's.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::IpAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use super::cgroups::Place;
+use crate::capture::netns::{Netns, NetnsId};
+use crate::capture::pod_network;
+
+/// A pod's process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    pub pid: i32,
+    /// Start time in clock ticks since boot: tells the process from a later one of the same number.
+    pub started: u64,
+    pub netns: NetnsId,
+    pub place: Place,
+}
+
+/// All processes of pods at one moment.
+#[derive(Debug, Default)]
+pub struct Scan {
+    pods: HashMap<String, Vec<Process>>,
+}
+
+/// Why a pod's namespace is not known.
+#[derive(Debug, thiserror::Error)]
+pub enum FindError {
+    #[error("no process of the pod is visible")]
+    NoProcess,
+    #[error("its process {pid} ended while it was looked at")]
+    Vanished { pid: i32 },
+    #[error("the namespace of its process {pid} holds none of the pod's addresses {expected:?} but {found:?}")]
+    Addresses { pid: i32, expected: Vec<IpAddr>, found: Vec<IpAddr> },
+    #[error("cannot open the namespace of its process {pid}: {source}")]
+    Open { pid: i32, source: io::Error },
+    #[error("cannot see the addresses of its namespace: {0}")]
+    Network(#[from] pod_network::PodNetworkError),
+}
+
+impl Scan {
+    /// Reads the processes below `proc`. Those that end meanwhile are left out.
+    pub fn take(proc: &Path) -> io::Result<Scan> {
+        let mut scan = Scan::default();
+        for entry in std::fs::read_dir(proc)? {
+            let Ok(entry) = entry else { continue };
+            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            if let Some((uid, process)) = look_at(&entry.path(), pid) {
+                scan.pods.entry(uid).or_default().push(process);
+            }
+        }
+        Ok(scan)
+    }
+
+    pub fn processes(&self, cgroup_uid: &str) -> &[Process] {
+        self.pods.get(cgroup_uid).map_or(&[], Vec::as_slice)
+    }
+
+    /// The process that tells a pod's namespace: the oldest that is not in one of the node's.
+    pub fn leader(&self, cgroup_uid: &str, node: &[NetnsId]) -> Option<&Process> {
+        let own = self.processes(cgroup_uid).iter().filter(|process| !node.contains(&process.netns));
+        own.min_by_key(|process| (process.started, process.pid))
+    }
+
+    /// The directory above all pods, as seen from any of them.
+    pub fn kubepods(&self) -> Option<&str> {
+        let unified = |process: &Process| process.place.unified.clone();
+        self.pods.values().flatten().find_map(|process| {
+            let above = process.place.pod.as_ref()?.kubepods.as_str();
+            unified(process)?.starts_with(above).then_some(above)
+        })
+    }
+}
+
+/// Opens the namespace of a pod's process, and checks that it is the pod's.
+pub async fn open(process: &Process, addresses: &[IpAddr]) -> Result<Netns, FindError> {
+    let pid = process.pid;
+    let netns = Netns::open(format!("/proc/{pid}/ns/net")).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => FindError::Vanished { pid },
+        _ => FindError::Open { pid, source },
+    })?;
+    // The number may have passed to another process between the scan and now.
+    let still = look_at(Path::new(&format!("/proc/{pid}")), pid);
+    if netns.id() != process.netns || still.is_none_or(|(_, now)| now.started != process.started) {
+        return Err(FindError::Vanished { pid });
+    }
+    require_address(&netns, addresses, pid).await?;
+    Ok(netns)
+}
+
+async fn require_address(netns: &Netns, addresses: &[IpAddr], pid: i32) -> Result<(), FindError> {
+    let found = pod_network::addresses(netns).await?;
+    if addresses.iter().any(|address| found.contains(address)) {
+        return Ok(());
+    }
+    Err(FindError::Addresses { pid, expected: addresses.to_vec(), found })
+}
+
+fn look_at(dir: &Path, pid: i32) -> Option<(String, Process)> {
+    let place = Place::parse(&std::fs::read_to_string(dir.join("cgroup")).ok()?);
+    let uid = place.pod.as_ref()?.uid.clone();
+    let started = start_time(&std::fs::read_to_string(dir.join("stat")).ok()?)?;
+    let netns = std::fs::metadata(dir.join("ns/net")).ok()?;
+    let netns = NetnsId { dev: netns.dev(), ino: netns.ino() };
+    Some((uid, Process { pid, started, netns, place }))
+}
+
+/// Field 22 of `/proc/<pid>/stat`; the second, in parentheses, may hold anything.
+fn start_time(stat: &str) -> Option<u64> {
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cgroups::PodPlace;
+    use super::*;
+    use crate::capture::netns::tests::fresh;
+
+    fn process(pid: i32, started: u64, ino: u64) -> Process {
+        let pod = PodPlace { uid: "u".into(), kubepods: "/node/kubepods".into() };
+        let place = Place { unified: Some("/node/kubepods/burstable/podu/c".into()), pod: Some(pod) };
+        Process { pid, started, netns: NetnsId { dev: 4, ino }, place }
+    }
+
+    fn scan(processes: Vec<Process>) -> Scan {
+        Scan { pods: [("u".to_owned(), processes)].into() }
+    }
+
+    #[test]
+    fn the_oldest_process_outside_the_nodes_namespace_leads() {
+        let node = [NetnsId { dev: 4, ino: 1 }];
+        let scan = scan(vec![process(30, 300, 7), process(20, 200, 8), process(10, 100, 1)]);
+        assert_eq!(scan.leader("u", &node).unwrap().pid, 20);
+        assert!(scan.leader("other", &node).is_none());
+        assert_eq!(scan.kubepods(), Some("/node/kubepods"));
+    }
+
+    #[test]
+    fn a_pod_that_has_only_processes_of_the_node_has_no_leader() {
+        let node = [NetnsId { dev: 4, ino: 1 }];
+        assert!(scan(vec![process(10, 100, 1)]).leader("u", &node).is_none());
+    }
+
+    #[test]
+    fn the_start_time_is_read_behind_any_name() {
+        let stat = "77 (a) b (c)) S 1 77 77 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4242 0 0";
+        assert_eq!(start_time(stat), Some(4242));
+        assert_eq!(start_time("garbage"), None);
+    }
+
+    #[test]
+    fn a_scan_of_this_machine_leaves_out_what_is_no_pod() {
+        let scan = Scan::take(Path::new("/proc")).unwrap();
+        let own = std::process::id() as i32;
+        assert!(scan.pods.values().flatten().all(|process| process.pid != own));
+    }
+
+    /// A pod paired with another pod's namespace would get its identity.
+    #[tokio::test]
+    async fn a_namespace_without_the_pods_address_is_refused() {
+        let netns = fresh();
+        netns
+            .run(|| {
+                let add = ["addr", "add", "10.99.0.1/32", "dev", "lo"];
+                assert!(std::process::Command::new("ip").args(add).status().unwrap().success());
+            })
+            .unwrap();
+        let (own, other) = ("10.99.0.1".parse().unwrap(), "10.99.0.2".parse().unwrap());
+        require_address(&netns, &[own], 1).await.unwrap();
+        require_address(&netns, &[other, own], 1).await.unwrap();
+        assert!(matches!(require_address(&netns, &[other], 1).await, Err(FindError::Addresses { .. })));
+        assert!(matches!(require_address(&netns, &[], 1).await, Err(FindError::Addresses { .. })));
+    }
+
+    #[tokio::test]
+    async fn a_process_that_is_gone_or_another_by_now_is_refused() {
+        let gone = process(i32::MAX, 1, 1);
+        assert!(matches!(open(&gone, &[]).await, Err(FindError::Vanished { .. })));
+        // This process runs, but is no pod's.
+        let reused = process(std::process::id() as i32, 1, 1);
+        assert!(matches!(open(&reused, &[]).await, Err(FindError::Vanished { .. })));
+    }
+}

@@ -1,0 +1,123 @@
+//! What the agent must remember of a pod over its own restart: a small file for each pod in the run directory.
+//!
+//! Must never be written after the change that it describes: a crash in between would take our own settings for the
+//! pod's.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::capture::pod_network::Before;
+
+/// What was done to a pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub uid: String,
+    pub cgroup_uid: String,
+    pub name: String,
+    pub namespace: String,
+    /// Which namespace it was done to.
+    pub netns_cookie: u64,
+    pub addresses: Vec<IpAddr>,
+    pub before: Before,
+}
+
+/// The folder of records.
+#[derive(Clone, Debug)]
+pub struct Records {
+    dir: PathBuf,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {step} {path}: {source}")]
+pub struct RecordError {
+    step: &'static str,
+    path: PathBuf,
+    source: io::Error,
+}
+
+impl Records {
+    /// Makes the folder if it is not there.
+    pub fn open(dir: PathBuf) -> Result<Records, RecordError> {
+        std::fs::create_dir_all(&dir).map_err(failed("make", &dir))?;
+        Ok(Records { dir })
+    }
+
+    /// All records, by uid. A file that cannot be read is left out with a warning: what it described is found again
+    /// by the sweep.
+    pub fn all(&self) -> Result<Vec<Record>, RecordError> {
+        let mut records = Vec::new();
+        for entry in std::fs::read_dir(&self.dir).map_err(failed("list", &self.dir))? {
+            let path = entry.map_err(failed("list", &self.dir))?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let text = std::fs::read_to_string(&path);
+            match text.and_then(|text| serde_json::from_str(&text).map_err(io::Error::other)) {
+                Ok(record) => records.push(record),
+                Err(error) => tracing::warn!(file = %path.display(), %error, "a pod's record cannot be read"),
+            }
+        }
+        Ok(records)
+    }
+
+    pub fn write(&self, record: &Record) -> Result<(), RecordError> {
+        let path = self.path(&record.uid);
+        let temporary = path.with_extension("new");
+        let text =
+            serde_json::to_string(record).map_err(|error| failed("serialise", &path)(io::Error::other(error)))?;
+        std::fs::write(&temporary, text).map_err(failed("write", &temporary))?;
+        std::fs::rename(&temporary, &path).map_err(failed("rename", &path))
+    }
+
+    pub fn remove(&self, uid: &str) -> Result<(), RecordError> {
+        let path = self.path(uid);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", &path)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn path(&self, uid: &str) -> PathBuf {
+        // A uid comes from outside: nothing of it may lead to another folder.
+        let safe: String = uid.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
+        self.dir.join(format!("{safe}.json"))
+    }
+}
+
+fn failed<'a>(step: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RecordError + 'a {
+    move |source| RecordError { step, path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture::pod_network::Families;
+
+    #[test]
+    fn records_come_back_as_written_and_go() {
+        let dir = std::env::temp_dir().join(format!("understory-records-{}", std::process::id()));
+        let records = Records::open(dir.clone()).unwrap();
+        let record = Record {
+            uid: "../evil".into(),
+            cgroup_uid: "u".into(),
+            name: "a".into(),
+            namespace: "shop".into(),
+            netns_cookie: 4711,
+            addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
+            before: Before {
+                families: Families { v4: true, v6: false },
+                sysctls: vec![("ipv4/tcp_tw_reuse".into(), "2".into())],
+            },
+        };
+        records.write(&record).unwrap();
+        std::fs::write(dir.join("broken.json"), "{").unwrap();
+        assert_eq!(records.all().unwrap(), [record]);
+        records.remove("../evil").unwrap();
+        records.remove("../evil").unwrap();
+        assert_eq!(records.all().unwrap(), []);
+        std::fs::remove_dir_all(dir).unwrap();
+    }
+}

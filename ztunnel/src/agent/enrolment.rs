@@ -10,13 +10,13 @@ use tokio::sync::Semaphore;
 use tracing::{info, warn};
 
 use super::decision::PodFacts;
-use super::kernel::{Captured, Kernel, KernelError};
+use super::kernel::{Captured, Kernel, KernelError, Reload};
 use super::metrics::AgentMetrics;
 use super::procs::{self, FindError};
 use super::proxies::{Offer, OfferError, Proxies};
 use super::record::{Record, RecordError, Records};
 use super::scanner::Scanner;
-use super::verify::{Defect, Subject, Verifier};
+use super::verify::{Defect, Part, Subject, Verifier};
 use crate::capture::listeners::{ListenerError, ListenerPorts, PodListeners};
 use crate::capture::netns::{Netns, NetnsId};
 use crate::capture::pod_network::{self, Before, Families, PodNetworkError};
@@ -81,6 +81,8 @@ pub struct Context {
     pub node: String,
     /// The namespaces of the node itself.
     pub node_netns: Vec<NetnsId>,
+    /// The cookie of the namespace that the agent and the node's processes are in.
+    pub node_cookie: u64,
     pub kernel: Arc<Kernel>,
     pub proxies: Arc<Proxies>,
     pub scanner: Scanner,
@@ -179,8 +181,9 @@ impl Context {
     }
 
     /// `Served` → `Captured`.
-    pub fn capture(&self, held: &Held) -> Result<(), Trouble> {
-        Ok(self.kernel.put(&held.captured(self.fail_open), &held.netns)?)
+    pub async fn capture(&self, held: &Held, anew: bool) -> Result<(), Trouble> {
+        let (kernel, captured, netns) = (self.kernel.clone(), held.captured(self.fail_open), held.netns.clone());
+        blocking(move || kernel.put(&captured, &netns, anew)).await
     }
 
     /// Verifies, repairs once what can be repaired, and verifies again.
@@ -190,11 +193,16 @@ impl Context {
         if defects.is_empty() {
             return Ok(());
         }
-        let repaired = self.repair(held).await;
+        let repaired = self.repair(held, &defects).await;
         let left = self.defects(held, Duration::ZERO).await;
         for defect in defects.iter().filter(|defect| left.iter().all(|other| other.part != defect.part)) {
             self.metrics.repaired(defect.part);
-            warn!(pod = held.record.pod(), part = defect.part.name(), was = defect.reason, "capture was broken and is repaired");
+            warn!(
+                pod = held.record.pod(),
+                part = defect.part.name(),
+                was = defect.reason,
+                "capture was broken and is repaired"
+            );
         }
         repaired?;
         if left.is_empty() { Ok(()) } else { Err(Trouble::NotCaptured(left)) }
@@ -212,10 +220,18 @@ impl Context {
         self.verifier.defects(&self.kernel, &subject).await
     }
 
-    async fn repair(&self, held: &Held) -> Result<(), Trouble> {
-        pod_network::install(&held.netns, &held.record.before).await?;
-        self.kernel.repair()?;
-        self.capture(held)
+    async fn repair(&self, held: &Held, defects: &[Defect]) -> Result<(), Trouble> {
+        let broken = |part| defects.iter().any(|defect| defect.part == part);
+        if broken(Part::Network) {
+            pod_network::install(&held.netns, &held.record.before).await?;
+        }
+        if broken(Part::Outbound) || broken(Part::Maps) {
+            let kernel = self.kernel.clone();
+            if blocking(move || kernel.reload()).await? == Reload::NewMaps {
+                self.proxies.reconnect_all();
+            }
+        }
+        self.capture(held, broken(Part::Inbound)).await
     }
 
     /// `Captured` → `Enrolled`: peers may use HBONE from now on.
@@ -241,7 +257,7 @@ impl Context {
 
     /// `Following` → `Draining`: new connections pass by the proxy.
     pub fn release(&self, held: &Held) -> Result<(), Trouble> {
-        Ok(self.kernel.take(&held.captured(self.fail_open))?)
+        Ok(self.kernel.take(held.record.netns_cookie, &held.record.addresses)?)
     }
 
     /// `Served` and later → `Prepared`: no proxy serves the pod, what was still open is cut.
@@ -262,7 +278,7 @@ impl Context {
         self.renounce(uid)?;
         match (held, record) {
             (Some(held), _) => self.release(held),
-            (None, Some(record)) => Ok(self.kernel.take(&captured_of(record))?),
+            (None, Some(record)) => Ok(self.kernel.take(record.netns_cookie, &record.addresses)?),
             (None, None) => Ok(()),
         }
     }
@@ -276,25 +292,24 @@ impl Context {
 
     /// Undoes in the kernel what a record tells of another namespace than the pod's present one.
     pub fn forget(&self, record: &Record) -> Result<(), Trouble> {
-        self.kernel.take(&captured_of(record))?;
+        self.kernel.take(record.netns_cookie, &record.addresses)?;
         Ok(self.records.remove(&record.uid)?)
     }
 
     fn set_status(&self, record: &Record, redirection: Redirection, reason: String) -> Result<(), Trouble> {
         let Some(folder) = &self.status else { return Ok(()) };
-        let pod =
-            PodRef { namespace: record.namespace.clone(), name: record.name.clone(), uid: record.uid.clone() };
+        let pod = PodRef { namespace: record.namespace.clone(), name: record.name.clone(), uid: record.uid.clone() };
         Ok(folder.write(&PodStatus { pod, node: self.node.clone(), redirection, reason })?)
     }
 }
 
 impl Held {
-    fn captured(&self, fail_open: bool) -> Captured<'_> {
+    fn captured(&self, fail_open: bool) -> Captured {
         Captured {
             cookie: self.record.netns_cookie,
-            addresses: &self.record.addresses,
+            addresses: self.record.addresses.clone(),
             fail_open,
-            listeners: Some(&self.listeners),
+            listeners: Some(self.listeners.clone()),
         }
     }
 }
@@ -306,8 +321,14 @@ impl Record {
     }
 }
 
-fn captured_of(record: &Record) -> Captured<'_> {
-    Captured { cookie: record.netns_cookie, addresses: &record.addresses, fail_open: false, listeners: None }
+/// Loading a program takes some milliseconds, which no other task is to wait for.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, KernelError> + Send + 'static,
+) -> Result<T, Trouble> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => Ok(result?),
+        Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+    }
 }
 
 fn list(defects: &[Defect]) -> String {

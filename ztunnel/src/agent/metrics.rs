@@ -129,10 +129,14 @@ impl AgentMetrics {
             }
         });
         let metrics = own();
-        registry.gauge("understory_agent_pods_not_captured", "Pods in the mesh whose capture does not work", move || {
-            let board = lock(&metrics.board);
-            board.values().filter(|view| view.state == PodState::NotCaptured).count() as f64
-        });
+        registry.gauge(
+            "understory_agent_pods_not_captured",
+            "Pods in the mesh whose capture does not work",
+            move || {
+                let board = lock(&metrics.board);
+                board.values().filter(|view| view.state == PodState::NotCaptured).count() as f64
+            },
+        );
         let connected = proxies.clone();
         registry.gauge("understory_agent_proxies", "Connected proxies", move || connected.connected() as f64);
         let connected = proxies.clone();
@@ -182,11 +186,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// In the order of their numbers.
-const STATES: [PodState; 6] = [
-    PodState::Out,
-    PodState::Pending,
-    PodState::Enrolled,
-    PodState::NotCaptured,
-    PodState::Leaving,
-    PodState::Ending,
-];
+const STATES: [PodState; 6] =
+    [PodState::Out, PodState::Pending, PodState::Enrolled, PodState::NotCaptured, PodState::Leaving, PodState::Ending];

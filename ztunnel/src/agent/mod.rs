@@ -1,7 +1,222 @@
-//! `ztunnel agent`: enrols the node's pods.
+//! `ztunnel agent`: brings the node's labelled pods into the mesh, keeps watch over their capture, and holds what
+//! must outlive a proxy: eBPF programs and maps, and the pods' listening sockets.
+//!
+//! Must never leave a pod half in the mesh without saying so, and never touch pods when it merely ends.
 
+mod args;
+mod backlog;
 mod cgroups;
+mod cleanup;
 mod decision;
+mod enrolment;
+mod exempt;
+mod kernel;
+mod lock;
+mod metrics;
+mod node;
+mod pod;
+mod probe;
 mod procs;
+mod proxies;
 mod record;
+mod scanner;
 mod selector;
+mod verify;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::StatusCode;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tracing::{info, warn};
+
+pub use args::{AgentArgs, AgentCommand, AgentConfig, CleanupArgs, PlaceArgs, RunArgs, SettingError, Sizes};
+pub use decision::{Decision, Enablement, Exclusion, PodFacts, Rules, decide, facts};
+pub use enrolment::Timings;
+pub use metrics::{PodState, PodView};
+pub use probe::ProbeArgs;
+
+use crate::capture::listeners::ListenerPorts;
+use crate::capture::netns::Netns;
+use crate::capture::programs::{CaptureConfig, CaptureError};
+use crate::lifecycle::Readiness;
+use crate::manifests::{self, Folders, StatusError, StatusFolder, WatchError};
+use crate::telemetry::http::{self, Response, Router};
+use crate::telemetry::log::Logging;
+use crate::telemetry::metrics::Metrics;
+use crate::zds::{Server, ServerConfig, TransportError};
+use cgroups::{CgroupError, CgroupRoot};
+use enrolment::Context;
+use exempt::Exemptions;
+use kernel::Kernel;
+use lock::RunLock;
+use metrics::AgentMetrics;
+use node::NodeTask;
+use proxies::Proxies;
+use record::{RecordError, Records};
+use scanner::Scanner;
+use verify::Verifier;
+
+/// Why the agent does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    #[error(transparent)]
+    Setting(#[from] SettingError),
+    #[error("another agent runs in {0}")]
+    AlreadyRunning(PathBuf),
+    #[error("cannot {step}: {source}")]
+    Io { step: &'static str, source: io::Error },
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    #[error(transparent)]
+    Status(#[from] StatusError),
+    #[error(transparent)]
+    Watch(#[from] WatchError),
+    #[error("the socket for proxies: {0}")]
+    Zds(#[from] TransportError),
+    #[error(transparent)]
+    Admin(#[from] http::BindError),
+}
+
+/// `ztunnel agent` with whatever it was told to do, to its end.
+pub fn main(args: AgentArgs) -> Result<(), AgentError> {
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(WORKERS).enable_all().build().map_err(failed("start the runtime"))
+    };
+    match args.command {
+        Some(AgentCommand::Probe(args)) => probe::main(&args).map_err(failed("probe")),
+        Some(AgentCommand::Cleanup(args)) => runtime()?.block_on(cleanup::run(&args)),
+        None => {
+            let (format, levels) = (args.run.log_format, args.run.log_level.clone());
+            let config = args.run.check()?;
+            let logging = Logging::start(format, levels, LOG_QUEUE).map_err(failed("start the log"))?;
+            let result = runtime()?.block_on(async {
+                let stop = stop_signal().map_err(failed("listen for signals"))?;
+                run(config, stop).await
+            });
+            logging.flush(LOG_FLUSH);
+            result
+        }
+    }
+}
+
+/// Runs the agent until `stop`, then leaves everything as it is: captured pods stay captured.
+pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<(), AgentError> {
+    std::fs::create_dir_all(&config.run_dir).map_err(failed("make the run folder"))?;
+    let _lock = RunLock::take(&config.run_dir)?;
+    let root = CgroupRoot::find(config.cgroup_root.as_deref())?;
+    let own = Netns::current().map_err(failed("open the node's network namespace"))?;
+    let mut node_netns = vec![own.id()];
+    node_netns.extend(Netns::open("/proc/1/ns/net").map(|netns| netns.id()).ok());
+    let (scanner, scanning) = Scanner::new(PathBuf::from("/proc"));
+    let scan = procs::Scan::take(Path::new("/proc")).map_err(failed("read the processes of the node"))?;
+
+    let capture = CaptureConfig {
+        max_pods: config.sizes.max_pods,
+        max_waiting: config.sizes.max_waiting,
+        max_sockets: config.sizes.max_sockets,
+        ..CaptureConfig::new(config.bpf_dir.clone(), root.dir.clone())
+    };
+    let kernel = Arc::new(Kernel::open(capture, node::describe_node(own.cookie(), &root, &scan))?);
+    let proxies = Proxies::new(kernel.clone(), Exemptions::new(kernel.clone(), root.clone()));
+    let metrics = Arc::new(AgentMetrics::default());
+    let context = Arc::new(Context {
+        node: config.node_name.clone(),
+        node_netns,
+        node_cookie: own.cookie(),
+        kernel: kernel.clone(),
+        proxies: proxies.clone(),
+        scanner,
+        records: Records::open(config.run_dir.join(RECORDS))?,
+        status: config.status_dir.as_ref().map(StatusFolder::open).transpose()?,
+        verifier: Verifier {
+            root: root.clone(),
+            program: config.program.clone(),
+            limit: config.probe_timeout,
+            probes: Semaphore::new(PROBES),
+        },
+        metrics: metrics.clone(),
+        ports: ListenerPorts::default(),
+        fail_open: config.fail_open,
+        timings: config.timings,
+        slots: Semaphore::new(PODS_AT_A_TIME),
+    });
+    // Blocks until the folder has been read once.
+    let folders = Folders { manifests: config.manifests.clone(), status: None };
+    let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
+    let watch = watch.map_err(|error| failed("read the manifests")(io::Error::other(error)))??;
+
+    let readiness = Readiness::new();
+    let first_look = readiness.pending("pods of the node");
+    let registry = Metrics::new();
+    metrics.register(&registry, &proxies, &kernel);
+    let problems = watch.objects();
+    registry.gauge("understory_agent_manifest_problems", "Manifests that cannot be used", move || {
+        problems.borrow().problems().len() as f64
+    });
+    let admin = http::Server::bind("agent", config.admin_addr)?;
+    let admin_addr = admin.local_addr();
+    let server = Server::bind(ServerConfig::new(config.zds_sockets.clone()))?;
+    let node = NodeTask::new(context, root.clone(), config.rules, watch.objects())?;
+
+    // All of them end when this function does.
+    let mut tasks = JoinSet::new();
+    tasks.spawn(scanning);
+    tasks.spawn(proxies.clone().serve(server));
+    tasks.spawn(backlog::guard(proxies, config.timings.backlog, metrics.clone()));
+    tasks.spawn(admin.serve(pages(registry, metrics, readiness), std::future::pending()));
+    tasks.spawn(node.run(first_look));
+    info!(node = config.node_name, cgroup = %root.dir.display(), %admin_addr, "the agent runs");
+    tokio::select! {
+        () = stop => info!("the agent stops; what is captured stays captured"),
+        Some(ended) = tasks.join_next() => warn!(?ended, "a part of the agent has ended, so the agent does"),
+    }
+    Ok(())
+}
+
+fn pages(registry: Arc<Metrics>, metrics: Arc<AgentMetrics>, readiness: Readiness) -> Router {
+    registry
+        .pages(Router::new())
+        .alive()
+        .get("/readyz", move |_| match readiness.pending_tasks().as_slice() {
+            [] => Response::text(StatusCode::OK, "ready\n"),
+            pending => {
+                let text = format!("not ready, pending: {}\n", pending.join(", "));
+                Response::text(StatusCode::SERVICE_UNAVAILABLE, text)
+            }
+        })
+        .get("/status", move |_| Response::json(&metrics.views()))
+}
+
+/// Ends with the first SIGTERM or SIGINT.
+fn stop_signal() -> io::Result<impl Future<Output = ()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
+    })
+}
+
+fn failed(step: &'static str) -> impl Fn(io::Error) -> AgentError {
+    move |source| AgentError::Io { step, source }
+}
+
+/// Folder of the pods' records in the run folder.
+const RECORDS: &str = "pods";
+/// Threads of the agent: it waits more than it works.
+const WORKERS: usize = 2;
+const PODS_AT_A_TIME: usize = 8;
+const PROBES: usize = 2;
+const LOG_QUEUE: usize = 1 << 20;
+const LOG_FLUSH: Duration = Duration::from_secs(2);

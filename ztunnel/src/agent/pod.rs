@@ -153,7 +153,7 @@ impl PodTask {
                 self.stage.advance(Stage::Served);
             }
             Stage::Served(held) => {
-                context.capture(held)?;
+                context.capture(held, false).await?;
                 self.stage.advance(Stage::Captured);
             }
             Stage::Captured(held) => {

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -83,8 +84,8 @@ pub async fn run(program: &Path, netns: &Netns, cgroup: &Path, limit: Duration) 
 pub fn main(args: &ProbeArgs) -> io::Result<()> {
     let join = args.cgroup.join("cgroup.procs");
     std::fs::write(&join, "0").map_err(|error| described(&error, &format!("cannot join {}", args.cgroup.display())))?;
-    let netns = rustix::stdio::stdin();
-    rustix::thread::move_into_link_name_space(netns, Some(rustix::thread::LinkNameSpaceType::Network))
+    let netns = io::stdin();
+    rustix::thread::move_into_link_name_space(netns.as_fd(), Some(rustix::thread::LinkNameSpaceType::Network))
         .map_err(|error| described(&error.into(), "cannot enter the pod's network namespace"))?;
     let v6 = Ipv6Addr::from(ebpf::PROBE_V6);
     let seen = Seen { v4: dial(Ipv4Addr::from(ebpf::PROBE_V4).into())?, v6: dial(v6.into())? };

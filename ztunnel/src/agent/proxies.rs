@@ -28,6 +28,8 @@ pub struct Proxies {
     changed: watch::Sender<u64>,
     /// Set once all pods of the node are known: a snapshot before would make a proxy drop some.
     complete: watch::Sender<bool>,
+    /// Changes when all connections must begin anew.
+    renewed: watch::Sender<u64>,
 }
 
 /// A pod as a proxy gets it.
@@ -85,6 +87,7 @@ impl Proxies {
             inner: Mutex::default(),
             changed: watch::Sender::default(),
             complete: watch::Sender::default(),
+            renewed: watch::Sender::default(),
         })
     }
 
@@ -245,7 +248,9 @@ impl Proxies {
         });
         self.lock().proxies.push(proxy.clone());
         self.notify();
+        let mut renewed = self.renewed.subscribe();
         let ended = tokio::select! {
+            Ok(()) = renewed.changed() => "it is to begin anew".to_owned(),
             result = self.snapshot(&proxy) => match result {
                 Ok(()) => {
                     info!(session = %id, "the proxy has the whole snapshot");
@@ -311,6 +316,12 @@ impl Proxies {
             proxy.insist(|| Request::Delete { uid: uid.to_owned() }).await?;
         }
         Ok(())
+    }
+
+    /// Ends all connections: the proxies come back and get everything anew.
+    pub fn reconnect_all(&self) {
+        warn!("the capture maps are new, all proxies are told to fetch them");
+        self.renewed.send_modify(|count| *count += 1);
     }
 
     /// Forgets exemptions of proxies that are gone.

@@ -43,7 +43,7 @@ pub struct Defect {
 /// What there is to be verified.
 #[derive(Debug)]
 pub struct Subject<'a> {
-    pub captured: Captured<'a>,
+    pub captured: Captured,
     pub netns: &'a Netns,
     pub families: Families,
     /// All processes of the pod.
@@ -105,7 +105,7 @@ impl Verifier {
         }
         if defects.is_empty() {
             defects.extend(self.probe(kernel, subject).await);
-            for address in subject.captured.addresses {
+            for address in &subject.captured.addresses {
                 defects.extend(self.steering(*address).await);
             }
         }
@@ -118,7 +118,9 @@ impl Verifier {
         };
         let Some(dir) = self.root.dir_of(unified) else {
             let (pid, root) = (process.pid, &self.root.path);
-            return Err(format!("process {pid} is in cgroup {unified}, which is not under {root}, where capture is attached"));
+            return Err(format!(
+                "process {pid} is in cgroup {unified}, which is not under {root}, where capture is attached"
+            ));
         };
         match cgroups::id_of(&dir) {
             Ok(id) if exempt.contains(&id) => {

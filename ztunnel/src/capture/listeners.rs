@@ -96,13 +96,7 @@ pub fn waiting(listener: BorrowedFd<'_>) -> io::Result<u32> {
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY: `info` and `len` outlive the call, and `len` is the size of `info`.
     let result = unsafe {
-        libc::getsockopt(
-            listener.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            (&raw mut info).cast(),
-            &raw mut len,
-        )
+        libc::getsockopt(listener.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut len)
     };
     // On a listening socket the kernel puts the length of the accept queue here.
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(info.tcpi_unacked) }

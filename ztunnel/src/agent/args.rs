@@ -1,0 +1,357 @@
+//! The settings of `ztunnel agent`: read once from flags and environment, checked, then never changed.
+//!
+//! Must never let a wrong value through with a silent default.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+
+use super::decision::{Enablement, Rules};
+use super::enrolment::Timings;
+use super::probe::ProbeArgs;
+use super::selector;
+use crate::telemetry::log::{Format, Levels};
+
+/// `ztunnel agent`: without a subcommand it runs the agent.
+#[derive(Clone, Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct AgentArgs {
+    #[command(subcommand)]
+    pub command: Option<AgentCommand>,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum AgentCommand {
+    /// Take everything away that the agent has set up on the node, for uninstalling. The agent must not run.
+    Cleanup(CleanupArgs),
+    /// Started by the agent itself inside a pod.
+    #[command(hide = true)]
+    Probe(ProbeArgs),
+}
+
+/// Flags and environment of the agent. Turn them into an [`AgentConfig`] with [`RunArgs::check`].
+#[derive(Clone, Debug, Args)]
+pub struct RunArgs {
+    /// The Kubernetes node. Required.
+    #[arg(long, env = "NODE_NAME", value_name = "NODE_NAME", required = true)]
+    pub node_name: Option<String>,
+    /// Folder with the cluster's objects. Required.
+    #[arg(long, env = "MANIFESTS", value_name = "MANIFESTS", required = true)]
+    pub manifests: Option<PathBuf>,
+    /// Folder for the pods' status files. Default: none are written.
+    #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR")]
+    pub status_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Sockets for proxies. Default: zds.sock in the run folder, and /var/run/ztunnel/ztunnel.sock.
+    #[arg(long, env = "ZDS_SOCKET", value_name = "ZDS_SOCKET", value_delimiter = ',')]
+    pub zds_socket: Vec<PathBuf>,
+    /// Root of the node's cgroup v2 hierarchy. Default: where it is mounted.
+    #[arg(long, env = "CGROUP_ROOT", value_name = "CGROUP_ROOT")]
+    pub cgroup_root: Option<PathBuf>,
+    /// Metrics, health and status.
+    #[arg(long, env = "ADMIN_ADDR", value_name = "ADMIN_ADDR", default_value = "[::]:15014")]
+    pub admin_addr: SocketAddr,
+    /// Namespaces whose pods stay out.
+    #[arg(
+        long,
+        env = "EXCLUDE_NAMESPACES",
+        value_name = "NAMES",
+        value_delimiter = ',',
+        default_value = "kube-system"
+    )]
+    pub exclude_namespaces: Vec<String>,
+    /// Namespace of the node proxy, which stays out.
+    #[arg(long, env = "POD_NAMESPACE", value_name = "POD_NAMESPACE", default_value = "understory-system")]
+    pub system_namespace: String,
+    /// Which pods get in: a YAML or JSON list of {podSelector, namespaceSelector}. Default: the label
+    /// istio.io/dataplane-mode=ambient on the pod, or on the namespace of a pod that does not say none.
+    #[arg(long, env = "ENABLEMENT_SELECTORS", value_name = "YAML", value_parser = selectors)]
+    pub enablement_selectors: Option<Selectors>,
+    /// Let a pod's connections pass uncaptured while nobody listens for them, instead of refusing them.
+    #[arg(long, env = "FAIL_OPEN", value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
+    pub fail_open: bool,
+    #[command(flatten)]
+    pub times: TimeArgs,
+    #[command(flatten)]
+    pub sizes: SizeArgs,
+    /// plain or json.
+    #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", default_value = "plain")]
+    pub log_format: Format,
+    /// Log levels.
+    #[arg(long, env = "RUST_LOG", value_name = "RUST_LOG", default_value = "info", value_parser = levels)]
+    pub log_level: Levels,
+}
+
+/// Where the agent keeps its things.
+#[derive(Clone, Debug, Args)]
+pub struct PlaceArgs {
+    /// Folder for the agent's sockets and notes.
+    #[arg(long, env = "RUN_DIR", value_name = "RUN_DIR", default_value = "/var/run/understory")]
+    pub run_dir: PathBuf,
+    /// Folder in a bpffs for what must outlive the agent.
+    #[arg(long, env = "BPF_DIR", value_name = "BPF_DIR", default_value = "/sys/fs/bpf/understory")]
+    pub bpf_dir: PathBuf,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct TimeArgs {
+    /// How often each pod's capture is verified.
+    #[arg(long, env = "VERIFY_INTERVAL", value_name = "TIME", default_value = "15s", value_parser = duration)]
+    pub verify_interval: Duration,
+    /// How long connections wait for a proxy before they are reset.
+    #[arg(long, env = "BACKLOG_TIMEOUT", value_name = "TIME", default_value = "10s", value_parser = duration)]
+    pub backlog_timeout: Duration,
+    /// How long peers may take to learn that a pod leaves the mesh.
+    #[arg(long, env = "FOLLOW_TIMEOUT", value_name = "TIME", default_value = "10s", value_parser = duration)]
+    pub follow_timeout: Duration,
+    /// How long the connections of a pod that leaves the mesh may live on.
+    #[arg(long, env = "DRAIN_TIMEOUT", value_name = "TIME", default_value = "60s", value_parser = duration)]
+    pub drain_timeout: Duration,
+    /// How long a probe inside a pod may take.
+    #[arg(long, env = "PROBE_TIMEOUT", value_name = "TIME", default_value = "5s", value_parser = duration)]
+    pub probe_timeout: Duration,
+    /// Longest wait before a failed step is tried again.
+    #[arg(long, env = "RETRY_MAX", value_name = "TIME", default_value = "10s", value_parser = duration)]
+    pub retry_max: Duration,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct SizeArgs {
+    /// Enrolled pods of the node at most.
+    #[arg(long, env = "MAX_PODS", value_name = "COUNT", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_pods: u32,
+    /// Captured connections that wait for the proxy at most.
+    #[arg(long, env = "MAX_WAITING", value_name = "COUNT", default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_waiting: u32,
+    /// Open captured sockets that getpeername is right for.
+    #[arg(long, env = "MAX_SOCKETS", value_name = "COUNT", default_value_t = 262_144, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_sockets: u32,
+}
+
+/// Flags of `ztunnel agent cleanup`.
+#[derive(Clone, Debug, Args)]
+pub struct CleanupArgs {
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Folder with the pods' status files; those of the node are removed.
+    #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR", requires = "node_name")]
+    pub status_dir: Option<PathBuf>,
+    /// The Kubernetes node.
+    #[arg(long, env = "NODE_NAME", value_name = "NODE_NAME")]
+    pub node_name: Option<String>,
+}
+
+/// The checked settings.
+#[derive(Clone, Debug)]
+pub struct AgentConfig {
+    pub node_name: String,
+    pub manifests: PathBuf,
+    pub status_dir: Option<PathBuf>,
+    pub run_dir: PathBuf,
+    pub bpf_dir: PathBuf,
+    pub zds_sockets: Vec<PathBuf>,
+    pub cgroup_root: Option<PathBuf>,
+    pub admin_addr: SocketAddr,
+    pub rules: Rules,
+    pub fail_open: bool,
+    pub timings: Timings,
+    pub probe_timeout: Duration,
+    pub sizes: Sizes,
+    /// This program's own executable, which probes are started from.
+    pub program: PathBuf,
+}
+
+/// Sizes of the capture maps.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    pub max_pods: u32,
+    pub max_waiting: u32,
+    pub max_sockets: u32,
+}
+
+/// A setting that cannot be.
+#[derive(Debug, thiserror::Error)]
+#[error("setting {setting}: {value:?}: {expected}")]
+pub struct SettingError {
+    setting: &'static str,
+    value: String,
+    expected: &'static str,
+}
+
+/// What `--enablement-selectors` holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selectors(Vec<Enablement>);
+
+impl RunArgs {
+    pub fn check(self) -> Result<AgentConfig, SettingError> {
+        let wrong = |setting, value: &str, expected| SettingError { setting, value: value.to_owned(), expected };
+        let node_name = self.node_name.unwrap_or_default();
+        if node_name.trim().is_empty() {
+            return Err(wrong("--node-name (NODE_NAME)", &node_name, "expected the name of the Kubernetes node"));
+        }
+        let manifests = self.manifests.unwrap_or_default();
+        if !manifests.is_dir() {
+            let text = manifests.display().to_string();
+            return Err(wrong("--manifests (MANIFESTS)", &text, "expected a folder with the cluster's objects"));
+        }
+        if self.times.verify_interval < SHORTEST_VERIFY {
+            let text = format!("{:?}", self.times.verify_interval);
+            return Err(wrong("--verify-interval (VERIFY_INTERVAL)", &text, "expected 100ms or more"));
+        }
+        let mut zds_sockets = self.zds_socket;
+        if zds_sockets.is_empty() {
+            zds_sockets = vec![self.place.run_dir.join("zds.sock"), UPSTREAM_SOCKET.into()];
+        }
+        let names = self.exclude_namespaces.into_iter().map(|name| name.trim().to_owned());
+        Ok(AgentConfig {
+            node_name,
+            manifests,
+            status_dir: self.status_dir,
+            run_dir: self.place.run_dir,
+            bpf_dir: self.place.bpf_dir,
+            zds_sockets,
+            cgroup_root: self.cgroup_root,
+            admin_addr: self.admin_addr,
+            rules: Rules {
+                exclude_namespaces: names.filter(|name| !name.is_empty()).collect(),
+                system_namespace: self.system_namespace,
+                selectors: self.enablement_selectors.map_or_else(Rules::default_selectors, |selectors| selectors.0),
+            },
+            fail_open: self.fail_open,
+            timings: Timings {
+                verify: self.times.verify_interval,
+                follow: self.times.follow_timeout,
+                drain: self.times.drain_timeout,
+                retry: (FIRST_RETRY.min(self.times.retry_max), self.times.retry_max),
+                backlog: self.times.backlog_timeout,
+            },
+            probe_timeout: self.times.probe_timeout,
+            sizes: Sizes {
+                max_pods: self.sizes.max_pods,
+                max_waiting: self.sizes.max_waiting,
+                max_sockets: self.sizes.max_sockets,
+            },
+            program: PathBuf::from("/proc/self/exe"),
+        })
+    }
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    const EXPECTED: &str = "expected a time such as 500ms, 10s or 5m; a plain number is seconds";
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let count: u64 = text[..digits].parse().map_err(|_| EXPECTED)?;
+    let time = match &text[digits..] {
+        "ms" => Duration::from_millis(count),
+        "s" | "" => Duration::from_secs(count),
+        "m" => Duration::from_secs(count.checked_mul(60).ok_or(EXPECTED)?),
+        _ => return Err(EXPECTED.into()),
+    };
+    if time.is_zero() { Err("expected more than 0".into()) } else { Ok(time) }
+}
+
+fn selectors(text: &str) -> Result<Selectors, String> {
+    let list: Vec<Enablement> = serde_yaml_ng::from_str(text)
+        .map_err(|error| format!("expected a list of {{podSelector, namespaceSelector}}: {error}"))?;
+    for selector in list.iter().flat_map(|one| [&one.pod_selector, &one.namespace_selector]) {
+        if let Some(operator) = selector::unknown_operators(selector).next() {
+            return Err(format!("operator {operator:?} is not known; expected In, NotIn, Exists or DoesNotExist"));
+        }
+    }
+    Ok(Selectors(list))
+}
+
+fn levels(text: &str) -> Result<Levels, String> {
+    Levels::parse(text).map_err(|error| error.to_string())
+}
+
+/// Where upstream proxies look for their agent.
+const UPSTREAM_SOCKET: &str = "/var/run/ztunnel/ztunnel.sock";
+const SHORTEST_VERIFY: Duration = Duration::from_millis(100);
+const FIRST_RETRY: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        agent: AgentArgs,
+    }
+
+    fn parse(flags: &[&str]) -> Result<AgentArgs, String> {
+        let all = ["agent"].iter().chain(flags);
+        Program::try_parse_from(all).map(|program| program.agent).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_defaults() {
+        let args = parse(&["--node-name", "a", "--manifests", "/tmp"]).unwrap();
+        let config = args.run.check().unwrap();
+        assert_eq!(config.zds_sockets[0], PathBuf::from("/var/run/understory/zds.sock"));
+        assert_eq!(config.zds_sockets[1], PathBuf::from("/var/run/ztunnel/ztunnel.sock"));
+        assert_eq!(config.rules.exclude_namespaces, ["kube-system".to_owned()].into());
+        assert_eq!(config.rules.selectors, Rules::default_selectors());
+        assert_eq!(config.timings.backlog, Duration::from_secs(10));
+        assert!(!config.fail_open);
+    }
+
+    #[test]
+    fn wrong_values_are_named_with_what_would_be_right() {
+        let base = ["--node-name", "a", "--manifests", "/tmp"];
+        let table: &[(&[&str], &[&str])] = &[
+            (&["--verify-interval", "soon"], &["--verify-interval", "soon", "500ms"]),
+            (&["--backlog-timeout", "0"], &["--backlog-timeout", "more than 0"]),
+            (&["--enablement-selectors", "nonsense"], &["--enablement-selectors", "podSelector"]),
+            (
+                &["--enablement-selectors", "[{podSelector: {matchExpressions: [{key: a, operator: Gt}]}}]"],
+                &["Gt", "DoesNotExist"],
+            ),
+            (&["--max-pods", "0"], &["--max-pods", "0"]),
+            (&["--admin-addr", "here"], &["--admin-addr", "here"]),
+            (&["--log-format", "xml"], &["--log-format", "plain", "json"]),
+        ];
+        for (flags, parts) in table {
+            let all: Vec<&str> = base.iter().chain(*flags).copied().collect();
+            let error = parse(&all).unwrap_err();
+            for part in *parts {
+                assert!(error.contains(part), "{flags:?}: {error}");
+            }
+        }
+        assert!(parse(&[]).unwrap_err().contains("--node-name"));
+        let error = parse(&["--node-name", "a", "--manifests", "/nowhere"]).unwrap().run.check().unwrap_err();
+        assert!(error.to_string().contains("--manifests (MANIFESTS): \"/nowhere\""), "{error}");
+    }
+
+    #[test]
+    fn flags_of_the_decision_reach_the_rules() {
+        let args = parse(&[
+            "--node-name",
+            "a",
+            "--manifests",
+            "/tmp",
+            "--exclude-namespaces",
+            "x, y",
+            "--fail-open",
+            "--enablement-selectors",
+            "[{podSelector: {matchLabels: {mesh: 'on'}}}]",
+        ]);
+        let config = args.unwrap().run.check().unwrap();
+        assert_eq!(config.rules.exclude_namespaces, ["x".to_owned(), "y".to_owned()].into());
+        assert_eq!(config.rules.selectors.len(), 1);
+        assert!(config.fail_open);
+    }
+
+    #[test]
+    fn cleanup_needs_none_of_the_agents_flags() {
+        let args = parse(&["cleanup", "--bpf-dir", "/sys/fs/bpf/x"]).unwrap();
+        let Some(AgentCommand::Cleanup(cleanup)) = args.command else { panic!("not cleanup") };
+        assert_eq!(cleanup.place.bpf_dir, PathBuf::from("/sys/fs/bpf/x"));
+    }
+}

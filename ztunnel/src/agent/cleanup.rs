@@ -1,0 +1,67 @@
+//! `ztunnel agent cleanup`: takes away everything that the agent has set up on the node, for uninstalling.
+//!
+//! Must never run beside an agent, which would put it all back.
+
+use std::path::Path;
+use std::time::Duration;
+
+use super::args::CleanupArgs;
+use super::lock::RunLock;
+use super::procs::Scan;
+use super::record::{Record, Records};
+use super::{AgentError, failed};
+use crate::capture::netns::Netns;
+use crate::capture::pod_network;
+use crate::capture::programs::Capture;
+use crate::manifests::StatusFolder;
+
+/// Removes it all and prints what it removed. A pod whose network cannot be put back is named and does not stop the
+/// rest.
+pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
+    let run_dir = &args.place.run_dir;
+    if !run_dir.exists() {
+        Capture::remove_all(&args.place.bpf_dir)?;
+        println!("capture: removed {}; {} was not there", args.place.bpf_dir.display(), run_dir.display());
+        return Ok(());
+    }
+    let _lock = RunLock::take(run_dir)?;
+    if let (Some(dir), Some(node)) = (&args.status_dir, &args.node_name) {
+        let folder = StatusFolder::open(dir)?;
+        for status in folder.of_node(node)? {
+            folder.remove(&status.pod.uid)?;
+            println!("status of {}/{}: removed", status.pod.namespace, status.pod.name);
+        }
+    }
+    Capture::remove_all(&args.place.bpf_dir)?;
+    println!("capture: removed {}", args.place.bpf_dir.display());
+    let scan = Scan::take(Path::new("/proc")).map_err(failed("read the processes of the node"))?;
+    let records = Records::open(run_dir.join(super::RECORDS))?;
+    for record in records.all()? {
+        match restore(&scan, &record).await {
+            Ok(what) => println!("network of {}: {what}", record.pod()),
+            Err(reason) => println!("network of {}: NOT put back: {reason}", record.pod()),
+        }
+        records.remove(&record.uid)?;
+    }
+    std::fs::remove_dir_all(run_dir).map_err(failed("remove the run folder"))?;
+    println!("run folder: removed {}", run_dir.display());
+    Ok(())
+}
+
+async fn restore(scan: &Scan, record: &Record) -> Result<&'static str, String> {
+    for process in scan.processes(&record.cgroup_uid) {
+        let Ok(netns) = Netns::open(format!("/proc/{}/ns/net", process.pid)) else { continue };
+        if netns.cookie() != record.netns_cookie {
+            continue;
+        }
+        let removal = pod_network::remove(&netns, &record.before);
+        return match tokio::time::timeout(LONGEST, removal).await {
+            Ok(Ok(())) => Ok("put back"),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err(format!("not done within {LONGEST:?}")),
+        };
+    }
+    Ok("gone with the pod")
+}
+
+const LONGEST: Duration = Duration::from_secs(10);

@@ -1,0 +1,27 @@
+//! One agent for one run folder.
+
+use std::fs::File;
+use std::path::Path;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use super::{AgentError, failed};
+
+/// Held while an agent, or its cleanup, runs. The kernel lets it go with the process.
+#[derive(Debug)]
+pub struct RunLock {
+    _file: File,
+}
+
+impl RunLock {
+    pub fn take(run_dir: &Path) -> Result<RunLock, AgentError> {
+        let path = run_dir.join("agent.lock");
+        let file = File::create(&path).map_err(failed("make the lock file in the run folder"))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(RunLock { _file: file }),
+            Err(Errno::WOULDBLOCK) => Err(AgentError::AlreadyRunning(run_dir.to_owned())),
+            Err(error) => Err(failed("lock the run folder")(error.into())),
+        }
+    }
+}

@@ -11,5 +11,6 @@ pub mod mesh;
 pub mod policy;
 pub mod proto;
 pub mod proxy;
+pub mod random;
 pub mod telemetry;
 pub mod zds;

@@ -1,0 +1,189 @@
+//! Which endpoint of a service a connection goes to: weighted, by locality, the less loaded of two.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use super::service::{HealthPolicy, IpFamilies, LoadBalancingMode, Scope, Service};
+use super::snapshot::Snapshot;
+use super::workload::Workload;
+use crate::random;
+
+/// An endpoint that was chosen.
+#[derive(Debug, Clone)]
+pub struct Chosen {
+    pub workload: Arc<Workload>,
+    /// Its address and target port.
+    pub address: SocketAddr,
+}
+
+/// Why no endpoint can be had.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NoEndpoint {
+    #[error("service {service} has no port {port}")]
+    NoPort { service: Arc<str>, port: u16 },
+    #[error(
+        "service {service} has no usable endpoint for port {port} ({members} known, {unhealthy} unhealthy, {tried} already tried)"
+    )]
+    None { service: Arc<str>, port: u16, members: usize, unhealthy: usize, tried: usize },
+}
+
+/// What a choice is made for.
+pub struct Request<'a> {
+    pub service: &'a Service,
+    pub port: u16,
+    /// The client.
+    pub source: &'a Workload,
+    /// What the client dialled: an endpoint of its family is preferred.
+    pub dialled: IpAddr,
+    /// UIDs that have been tried in vain.
+    pub tried: &'a [Arc<str>],
+}
+
+impl Snapshot {
+    /// Chooses an endpoint. `load` tells how busy a workload is, seen from here; of two candidates the less busy wins.
+    pub fn choose(&self, request: &Request<'_>, load: impl Fn(&Workload) -> u64) -> Result<Chosen, NoEndpoint> {
+        let Request { service, port, tried, .. } = *request;
+        let Some(target) = service.ports.iter().find(|p| p.service_port == port).map(|p| p.target_port) else {
+            return Err(NoEndpoint::NoPort { service: service.key.clone(), port });
+        };
+        let members = self.members(service);
+        if service.load_balancing.mode == LoadBalancingMode::Standard
+            && let Some(chosen) = sample(request, members, target, &load)
+        {
+            return Ok(chosen);
+        }
+        let usable = members.iter().filter_map(|w| Some((w, usable(request, w, target)?)));
+        let mut best_rank = 0;
+        let mut candidates: Vec<(&Arc<Workload>, SocketAddr)> = Vec::new();
+        for (workload, address) in usable {
+            let rank = match service.load_balancing.mode {
+                LoadBalancingMode::Standard | LoadBalancingMode::Passthrough => 0,
+                LoadBalancingMode::Strict => {
+                    if service.load_balancing.preference.iter().any(|s| !matches(*s, request.source, workload)) {
+                        continue;
+                    }
+                    0
+                }
+                LoadBalancingMode::Failover => rank(&service.load_balancing.preference, request.source, workload),
+            };
+            if rank > best_rank {
+                best_rank = rank;
+                candidates.clear();
+            }
+            if rank == best_rank {
+                candidates.push((workload, address));
+            }
+        }
+        let Some((workload, address)) = two_choices(&candidates, &load) else {
+            let unhealthy = members.iter().filter(|w| !w.healthy).count();
+            let members = members.len();
+            return Err(NoEndpoint::None {
+                service: service.key.clone(),
+                port,
+                members,
+                unhealthy,
+                tried: tried.len(),
+            });
+        };
+        Ok(Chosen { workload: workload.clone(), address })
+    }
+}
+
+/// A few draws from all members: finds an endpoint at once where most are usable and weigh the same.
+fn sample(
+    request: &Request<'_>,
+    members: &[Arc<Workload>],
+    target: u16,
+    load: &impl Fn(&Workload) -> u64,
+) -> Option<Chosen> {
+    if members.len() < SAMPLE_FROM || !request.tried.is_empty() {
+        return None;
+    }
+    let draw = || {
+        let workload = &members[random::below(members.len() as u64) as usize];
+        // Weights need the whole list.
+        (workload.capacity == 1).then(|| usable(request, workload, target).map(|a| (workload, a)))?
+    };
+    let (first, second) = (draw()?, draw()?);
+    let (workload, address) = if load(second.0) < load(first.0) { second } else { first };
+    Some(Chosen { workload: workload.clone(), address })
+}
+
+fn two_choices<'a>(
+    candidates: &[(&'a Arc<Workload>, SocketAddr)],
+    load: &impl Fn(&Workload) -> u64,
+) -> Option<(&'a Arc<Workload>, SocketAddr)> {
+    let total: u64 = candidates.iter().map(|(w, _)| u64::from(w.capacity)).sum();
+    if total == 0 {
+        return None;
+    }
+    let draw = || {
+        let mut at = random::below(total);
+        candidates.iter().find(|(w, _)| {
+            let capacity = u64::from(w.capacity);
+            let here = at < capacity;
+            at = at.saturating_sub(capacity);
+            here
+        })
+    };
+    let (first, second) = (draw()?, draw()?);
+    Some(if load(second.0) < load(first.0) { *second } else { *first })
+}
+
+/// The address of a workload as an endpoint, if it may be one now.
+fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Option<SocketAddr> {
+    let service = request.service;
+    let healthy = workload.healthy || service.load_balancing.health == HealthPolicy::AllowAll;
+    if !healthy || workload.capacity == 0 || request.tried.iter().any(|t| *t == workload.uid) {
+        return None;
+    }
+    let share = workload.services.iter().find(|s| s.service == service.key)?;
+    let own_target = share.ports.iter().find(|(port, _)| *port == request.port).map_or(0, |(_, target)| *target);
+    let target = if own_target != 0 { own_target } else { service_target };
+    if target == 0 {
+        return None;
+    }
+    let allowed = |ip: &IpAddr| match service.ip_families {
+        IpFamilies::Automatic | IpFamilies::Dual => true,
+        IpFamilies::V4Only => ip.is_ipv4(),
+        IpFamilies::V6Only => ip.is_ipv6(),
+    };
+    let mut addresses = workload.addresses.iter().filter(|ip| allowed(ip));
+    let ip = if workload.addresses.contains(&request.dialled) {
+        request.dialled
+    } else {
+        let same_family = addresses.clone().find(|ip| ip.is_ipv4() == request.dialled.is_ipv4());
+        *same_family.or_else(|| addresses.next())?
+    };
+    Some(SocketAddr::new(ip, target))
+}
+
+/// Leading scopes that match. A network that is first counts more than all others together (xDS §3).
+fn rank(preference: &[Scope], source: &Workload, endpoint: &Workload) -> usize {
+    let network_first = preference.first() == Some(&Scope::Network);
+    let mut rank = 0;
+    for (index, scope) in preference.iter().enumerate() {
+        let same = matches(*scope, source, endpoint);
+        match (network_first && index == 0, same) {
+            (true, true) => rank += preference.len(),
+            (true, false) => {}
+            (false, true) => rank += 1,
+            (false, false) => break,
+        }
+    }
+    rank
+}
+
+fn matches(scope: Scope, source: &Workload, endpoint: &Workload) -> bool {
+    match scope {
+        Scope::Region => source.locality.region == endpoint.locality.region,
+        Scope::Zone => source.locality.zone == endpoint.locality.zone,
+        Scope::Subzone => source.locality.subzone == endpoint.locality.subzone,
+        Scope::Node => source.node == endpoint.node,
+        Scope::Cluster => source.cluster == endpoint.cluster,
+        Scope::Network => source.network == endpoint.network,
+    }
+}
+
+/// Members from which on a draw is tried before the list is walked.
+const SAMPLE_FROM: usize = 16;

@@ -1,0 +1,265 @@
+//! One state of the mesh, whole and immutable: what a connection sees does not change while it looks.
+//!
+//! Copies share what has not changed, so a snapshot costs the change, not the mesh.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use imbl::HashMap;
+
+use super::service::{Service, Visibility};
+use super::workload::{Destination, GatewayAddress, NetworkAddress, TunnelProtocol, Workload};
+use crate::policy::{Policy, PolicyScope};
+
+/// A state of the mesh.
+#[derive(Debug, Clone, Default)]
+pub struct Snapshot {
+    workloads: HashMap<Arc<str>, Arc<Workload>>,
+    /// The best workload first; two can claim one address for a while.
+    by_address: HashMap<NetworkAddress, Vec<Arc<Workload>>>,
+    /// Of the own node: by namespace and name.
+    local: HashMap<(Arc<str>, Arc<str>), Arc<Workload>>,
+    services: HashMap<Arc<str>, Arc<Service>>,
+    by_host: HashMap<Arc<str>, Vec<Arc<Service>>>,
+    by_vip: HashMap<NetworkAddress, Vec<Arc<Service>>>,
+    with_ranges: HashMap<Arc<str>, Arc<Service>>,
+    /// By service, known or not: a workload may come before its service.
+    members: HashMap<Arc<str>, Arc<Vec<Arc<Workload>>>>,
+    policies: HashMap<Arc<str>, Arc<Policy>>,
+    /// Policies without a selector: of the whole mesh under "", else by namespace.
+    scoped: HashMap<Arc<str>, Vec<Arc<Policy>>>,
+    node: Arc<str>,
+}
+
+/// The policies that a workload's connections are judged by.
+#[derive(Debug, Clone, Default)]
+pub struct Applicable {
+    pub policies: Vec<Arc<Policy>>,
+    /// Names on the workload that no policy is known for: nothing may pass until it is.
+    pub unknown: Vec<Arc<str>>,
+}
+
+/// What a gateway's address leads to.
+#[derive(Debug, Clone)]
+pub enum Gateway {
+    Service(Arc<Service>),
+    Workload(Arc<Workload>),
+}
+
+impl Snapshot {
+    pub(super) fn new(node: Arc<str>) -> Self {
+        Self { node, ..Self::default() }
+    }
+
+    pub fn workload(&self, uid: &str) -> Option<&Arc<Workload>> {
+        self.workloads.get(uid)
+    }
+
+    /// The workload that has this address; never one on a host's network.
+    pub fn workload_at(&self, address: &NetworkAddress) -> Option<&Arc<Workload>> {
+        self.by_address.get(address)?.first()
+    }
+
+    /// A pod of this node, known by all three names so that none can be taken for another.
+    pub fn local_workload(&self, namespace: &str, name: &str, service_account: &str) -> Option<&Arc<Workload>> {
+        let workload = self.local.get(&(Arc::from(namespace), Arc::from(name)))?;
+        (*workload.service_account == *service_account).then_some(workload)
+    }
+
+    pub fn service(&self, key: &str) -> Option<&Arc<Service>> {
+        self.services.get(key)
+    }
+
+    /// The service with this virtual address, as a client of that namespace sees it: its own namespace's first, then
+    /// the canonical one, then any; ranges only where no address fits, the narrowest first.
+    pub fn service_at(&self, client_namespace: &str, address: &NetworkAddress) -> Option<&Arc<Service>> {
+        let exact = self.by_vip.get(address).and_then(|s| prefer(s.iter(), client_namespace));
+        exact.or_else(|| {
+            let length = |s: &Service| {
+                let fits =
+                    s.cidr_vips.iter().filter(|c| c.network == address.network && c.cidr.contains(&address.address));
+                fits.map(|c| c.cidr.prefix_len()).max()
+            };
+            let fitting = self.with_ranges.values().filter(|s| visible(s, client_namespace));
+            fitting
+                .filter_map(|s| Some((*s.namespace == *client_namespace, length(s)?, s.canonical, s)))
+                .max_by_key(|(own, length, canonical, _)| (*own, *length, *canonical))
+                .map(|(.., s)| s)
+        })
+    }
+
+    pub fn service_by_host(&self, client_namespace: &str, hostname: &str) -> Option<&Arc<Service>> {
+        prefer(self.by_host.get(hostname)?.iter(), client_namespace)
+    }
+
+    /// All workloads that say they are endpoints of the service, in a fixed order.
+    pub fn members(&self, service: &Service) -> &[Arc<Workload>] {
+        self.members.get(&service.key).map_or(&[], |m| m.as_slice())
+    }
+
+    pub fn gateway(&self, address: &GatewayAddress) -> Option<Gateway> {
+        match &address.destination {
+            Destination::Hostname(name) => {
+                let key = format!("{}/{}", name.namespace, name.hostname);
+                let service = self.services.get(key.as_str()).cloned().map(Gateway::Service);
+                service.or_else(|| {
+                    let named = self.workloads.values().find(|w| !w.hostname.is_empty() && w.hostname == name.hostname);
+                    named.cloned().map(Gateway::Workload)
+                })
+            }
+            Destination::Address(address) => {
+                let service = self.by_vip.get(address).and_then(|s| s.first()).cloned().map(Gateway::Service);
+                service.or_else(|| self.workload_at(address).cloned().map(Gateway::Workload))
+            }
+        }
+    }
+
+    /// What judges connections to the workload (xDS §3, Evaluation).
+    pub fn policies_for(&self, workload: &Workload) -> Applicable {
+        let mut applicable = Applicable::default();
+        for scope in ["", &workload.namespace] {
+            applicable.policies.extend(self.scoped.get(scope).into_iter().flatten().cloned());
+        }
+        for name in &workload.policies {
+            match self.policies.get(name) {
+                Some(policy) => applicable.policies.push(policy.clone()),
+                None => applicable.unknown.push(name.clone()),
+            }
+        }
+        applicable
+    }
+
+    pub fn workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
+        self.workloads.values()
+    }
+
+    pub fn services(&self) -> impl Iterator<Item = &Arc<Service>> {
+        self.services.values()
+    }
+
+    pub fn policies(&self) -> impl Iterator<Item = &Arc<Policy>> {
+        self.policies.values()
+    }
+
+    /// Endpoints that wait for a service of this key to be known.
+    pub fn staged(&self) -> impl Iterator<Item = (&Arc<str>, &[Arc<Workload>])> {
+        let staged = self.members.iter().filter(|(key, _)| !self.services.contains_key(*key));
+        staged.map(|(key, members)| (key, members.as_slice()))
+    }
+
+    pub fn local_workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
+        self.local.values()
+    }
+
+    pub(super) fn insert_workload(&mut self, workload: Arc<Workload>) {
+        self.remove_workload(&workload.uid);
+        if !workload.host_network {
+            for ip in &workload.addresses {
+                let list = self.by_address.entry(at(&workload, *ip)).or_default();
+                list.push(workload.clone());
+                list.sort_by_key(|w| std::cmp::Reverse(precedence(w)));
+            }
+        }
+        for share in &workload.services {
+            let members = Arc::make_mut(self.members.entry(share.service.clone()).or_default());
+            super::convert::sorted_insert(members, workload.clone(), |w| w.uid.clone());
+        }
+        if !self.node.is_empty() && workload.node == self.node {
+            self.local.insert((workload.namespace.clone(), workload.name.clone()), workload.clone());
+        }
+        self.workloads.insert(workload.uid.clone(), workload);
+    }
+
+    pub(super) fn remove_workload(&mut self, uid: &str) -> Option<Arc<Workload>> {
+        let workload = self.workloads.remove(uid)?;
+        for ip in &workload.addresses {
+            forget(&mut self.by_address, &at(&workload, *ip), |w| *w.uid == *uid);
+        }
+        for share in &workload.services {
+            let Some(members) = self.members.get_mut(&share.service) else { continue };
+            let members = Arc::make_mut(members);
+            members.retain(|w| *w.uid != *uid);
+            if members.is_empty() {
+                self.members.remove(&share.service);
+            }
+        }
+        let name = (workload.namespace.clone(), workload.name.clone());
+        if self.local.get(&name).is_some_and(|w| *w.uid == *uid) {
+            self.local.remove(&name);
+        }
+        Some(workload)
+    }
+
+    pub(super) fn insert_service(&mut self, service: Arc<Service>) {
+        self.remove_service(&service.key);
+        for vip in &service.vips {
+            self.by_vip.entry(vip.clone()).or_default().push(service.clone());
+        }
+        if !service.cidr_vips.is_empty() {
+            self.with_ranges.insert(service.key.clone(), service.clone());
+        }
+        self.by_host.entry(service.hostname.clone()).or_default().push(service.clone());
+        self.services.insert(service.key.clone(), service);
+    }
+
+    pub(super) fn remove_service(&mut self, key: &str) -> Option<Arc<Service>> {
+        let service = self.services.remove(key)?;
+        for vip in &service.vips {
+            forget(&mut self.by_vip, vip, |s| *s.key == *key);
+        }
+        self.with_ranges.remove(key);
+        forget(&mut self.by_host, &service.hostname, |s| *s.key == *key);
+        Some(service)
+    }
+
+    pub(super) fn insert_policy(&mut self, policy: Arc<Policy>) {
+        self.remove_policy(&policy.key);
+        if let Some(scope) = scope_of(&policy) {
+            self.scoped.entry(scope).or_default().push(policy.clone());
+        }
+        self.policies.insert(policy.key.clone(), policy);
+    }
+
+    pub(super) fn remove_policy(&mut self, key: &str) -> Option<Arc<Policy>> {
+        let policy = self.policies.remove(key)?;
+        if let Some(scope) = scope_of(&policy) {
+            forget(&mut self.scoped, &scope, |p| *p.key == *key);
+        }
+        Some(policy)
+    }
+}
+
+fn scope_of(policy: &Policy) -> Option<Arc<str>> {
+    match policy.scope {
+        PolicyScope::Global => Some("".into()),
+        PolicyScope::Namespace => Some(policy.namespace.clone()),
+        PolicyScope::WorkloadSelector => None,
+    }
+}
+
+fn at(workload: &Workload, address: IpAddr) -> NetworkAddress {
+    NetworkAddress { network: workload.network.clone(), address }
+}
+
+/// A Kubernetes pod with HBONE, then any pod, then HBONE, then the rest (xDS §4).
+fn precedence(workload: &Workload) -> (bool, bool) {
+    (workload.uid.contains("//Pod/"), workload.protocol == TunnelProtocol::Hbone)
+}
+
+fn visible(service: &Service, client_namespace: &str) -> bool {
+    service.visibility == Visibility::Public || *service.namespace == *client_namespace
+}
+
+fn prefer<'a>(services: impl Iterator<Item = &'a Arc<Service>>, client_namespace: &str) -> Option<&'a Arc<Service>> {
+    services
+        .filter(|s| visible(s, client_namespace))
+        .min_by_key(|s| (*s.namespace != *client_namespace, !s.canonical, s.key.clone()))
+}
+
+fn forget<K: Clone + Eq + std::hash::Hash, T: Clone>(map: &mut HashMap<K, Vec<T>>, key: &K, gone: impl Fn(&T) -> bool) {
+    let Some(list) = map.get_mut(key) else { return };
+    list.retain(|item| !gone(item));
+    if list.is_empty() {
+        map.remove(key);
+    }
+}

@@ -1,0 +1,233 @@
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::proto::workload as wire;
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn bytes(ip: IpAddr) -> prost::bytes::Bytes {
+    match ip {
+        IpAddr::V4(v4) => v4.octets().to_vec().into(),
+        IpAddr::V6(v6) => v6.octets().to_vec().into(),
+    }
+}
+
+fn pod(name: &str, address: &str, services: &[(&str, u32)]) -> wire::Workload {
+    wire::Workload {
+        uid: format!("Kubernetes//Pod/shop/{name}"),
+        name: name.into(),
+        namespace: "shop".into(),
+        addresses: vec![bytes(ip(address))],
+        node: "n1".into(),
+        services: services
+            .iter()
+            .map(|(service, target)| {
+                let port = wire::Port { service_port: 80, target_port: *target, app_protocol: 0 };
+                ((*service).into(), wire::PortList { ports: vec![port] })
+            })
+            .collect(),
+        ..Default::default()
+    }
+}
+
+fn svc(namespace: &str, vip: &str) -> wire::Service {
+    wire::Service {
+        name: "cart".into(),
+        namespace: namespace.into(),
+        hostname: "cart.svc".into(),
+        addresses: vec![wire::NetworkAddress { address: bytes(ip(vip)), ..Default::default() }],
+        ports: vec![wire::Port { service_port: 80, target_port: 8080, app_protocol: 0 }],
+        ..Default::default()
+    }
+}
+
+fn mesh(workloads: &[wire::Workload], services: &[wire::Service]) -> Arc<Mesh> {
+    let mesh = Mesh::new("n1");
+    mesh.update(|u| {
+        for w in workloads {
+            let w = convert_workload(w, u.strings()).unwrap();
+            u.workload(w);
+        }
+        for s in services {
+            let s = convert_service(s, u.strings()).unwrap();
+            u.service(s);
+        }
+    });
+    mesh
+}
+
+fn at(address: &str) -> NetworkAddress {
+    NetworkAddress { network: "".into(), address: ip(address) }
+}
+
+fn choose(mesh: &Mesh, source: &str, tried: &[Arc<str>]) -> Result<Chosen, NoEndpoint> {
+    let snapshot = mesh.load();
+    let source = snapshot.workload_at(&at(source)).unwrap();
+    let service = snapshot.service_at("shop", &at("10.96.0.1")).unwrap();
+    snapshot.choose(&Request { service, port: 80, source, dialled: ip("10.96.0.1"), tried }, |_| 0)
+}
+
+#[test]
+fn endpoints_come_from_workloads_also_when_they_come_before_their_service() {
+    let mesh = mesh(&[pod("a", "10.0.0.1", &[("shop/cart.svc", 0)])], &[]);
+    assert_eq!(mesh.load().staged().count(), 1);
+    mesh.update(|u| {
+        let s = convert_service(&svc("shop", "10.96.0.1"), u.strings()).unwrap();
+        u.service(s);
+    });
+    let chosen = choose(&mesh, "10.0.0.1", &[]).unwrap();
+    assert_eq!(chosen.address.to_string(), "10.0.0.1:8080");
+    assert_eq!(mesh.load().staged().count(), 0);
+}
+
+#[test]
+fn a_workloads_own_target_port_wins_and_tried_ones_are_left_out() {
+    let key = "shop/cart.svc";
+    let mesh =
+        mesh(&[pod("a", "10.0.0.1", &[(key, 9090)]), pod("b", "10.0.0.2", &[(key, 0)])], &[svc("shop", "10.96.0.1")]);
+    let first = choose(&mesh, "10.0.0.1", &[]).unwrap();
+    let second = choose(&mesh, "10.0.0.1", std::slice::from_ref(&first.workload.uid)).unwrap();
+    let both: BTreeSet<_> = [first.address.to_string(), second.address.to_string()].into();
+    assert_eq!(both, BTreeSet::from(["10.0.0.1:9090".to_owned(), "10.0.0.2:8080".to_owned()]));
+    let tried = [first.workload.uid.clone(), second.workload.uid.clone()];
+    assert!(matches!(choose(&mesh, "10.0.0.1", &tried), Err(NoEndpoint::None { .. })));
+}
+
+#[test]
+fn unhealthy_and_weightless_endpoints_are_not_chosen() {
+    let key = "shop/cart.svc";
+    let mut sick = pod("a", "10.0.0.1", &[(key, 0)]);
+    sick.status = wire::WorkloadStatus::Unhealthy as i32;
+    let mut weightless = pod("b", "10.0.0.2", &[(key, 0)]);
+    weightless.capacity = Some(0);
+    let mesh = mesh(&[sick, weightless], &[svc("shop", "10.96.0.1")]);
+    assert!(matches!(choose(&mesh, "10.0.0.1", &[]), Err(NoEndpoint::None { unhealthy: 1, members: 2, .. })));
+}
+
+#[test]
+fn the_less_loaded_of_two_is_chosen_more_often() {
+    let key = "shop/cart.svc";
+    let pods: Vec<_> = (1..=20).map(|i| pod(&format!("p{i}"), &format!("10.0.0.{i}"), &[(key, 0)])).collect();
+    let mesh = mesh(&pods, &[svc("shop", "10.96.0.1")]);
+    let snapshot = mesh.load();
+    let service = snapshot.service_at("shop", &at("10.96.0.1")).unwrap();
+    let source = snapshot.workload_at(&at("10.0.0.1")).unwrap();
+    let request = Request { service, port: 80, source, dialled: ip("10.96.0.1"), tried: &[] };
+    let busy = |w: &Workload| u64::from(w.addresses[0] == ip("10.0.0.5"));
+    let hits = (0..4000).filter(|_| snapshot.choose(&request, busy).unwrap().address.ip() == ip("10.0.0.5")).count();
+    assert!(hits < 80, "a fair share would be 200, got {hits}");
+}
+
+#[test]
+fn a_vip_of_several_namespaces_is_the_clients_own() {
+    let mesh = mesh(&[], &[svc("shop", "10.96.0.1"), svc("other", "10.96.0.1")]);
+    let of = |ns: &str| mesh.load().service_at(ns, &at("10.96.0.1")).map(|s| s.namespace.to_string());
+    assert_eq!(of("shop").as_deref(), Some("shop"));
+    assert_eq!(of("other").as_deref(), Some("other"));
+    assert!(of("third").is_some());
+}
+
+#[test]
+fn a_local_pod_is_known_by_all_three_names() {
+    let mesh = mesh(&[pod("a", "10.0.0.1", &[])], &[]);
+    assert!(mesh.load().local_workload("shop", "a", "default").is_some());
+    assert!(mesh.load().local_workload("shop", "a", "other").is_none());
+    assert!(mesh.load().local_workload("shop", "b", "default").is_none());
+}
+
+#[test]
+fn bad_resources_are_refused_with_their_field() {
+    let mut strings = Interner::default();
+    let mut bad = pod("a", "10.0.0.1", &[]);
+    bad.addresses = vec![vec![1, 2, 3].into()];
+    assert!(convert_workload(&bad, &mut strings).unwrap_err().to_string().starts_with("addresses"));
+    let mut legacy = pod("a", "10.0.0.1", &[]);
+    legacy.tunnel_protocol = wire::TunnelProtocol::LegacyIstioMtls as i32;
+    assert!(convert_workload(&legacy, &mut strings).is_err());
+    let mut unknown = pod("a", "10.0.0.1", &[]);
+    unknown.status = 9;
+    assert!(convert_workload(&unknown, &mut strings).is_err());
+}
+
+#[derive(Debug, Clone)]
+enum Change {
+    Workload(u8, u8, Option<u8>),
+    Service(u8),
+    Remove(u8),
+    RemoveService(u8),
+}
+
+fn changes() -> impl Strategy<Value = Vec<Change>> {
+    let change = prop_oneof![
+        (0u8..6, 0u8..6, proptest::option::of(0u8..3)).prop_map(|(w, a, s)| Change::Workload(w, a, s)),
+        (0u8..3).prop_map(Change::Service),
+        (0u8..6).prop_map(Change::Remove),
+        (0u8..3).prop_map(Change::RemoveService),
+    ];
+    proptest::collection::vec(change, 0..40)
+}
+
+fn apply(mesh: &Mesh, change: &Change) {
+    mesh.update(|u| match change {
+        Change::Workload(w, a, s) => {
+            let key = s.map(|s| format!("ns{s}/cart.svc"));
+            let services: Vec<_> = key.iter().map(|k| (k.as_str(), 0)).collect();
+            let wire = pod(&format!("w{w}"), &format!("10.0.0.{a}"), &services);
+            let workload = convert_workload(&wire, u.strings()).unwrap();
+            u.workload(workload);
+        }
+        Change::Service(s) => {
+            let service = convert_service(&svc(&format!("ns{s}"), "10.96.0.1"), u.strings()).unwrap();
+            u.service(service);
+        }
+        Change::Remove(w) => {
+            u.remove_address(&format!("Kubernetes//Pod/shop/w{w}"));
+        }
+        Change::RemoveService(s) => {
+            u.remove_address(&format!("ns{s}/cart.svc"));
+        }
+    });
+}
+
+/// Everything that can be asked, as text.
+fn view(mesh: &Mesh) -> String {
+    let s = mesh.load();
+    let mut lines = Vec::new();
+    for a in 0..6 {
+        let found: BTreeSet<_> =
+            s.workload_at(&at(&format!("10.0.0.{a}"))).map(|w| w.addresses.clone()).into_iter().collect();
+        lines.push(format!("{a}: {found:?}"));
+    }
+    for i in 0..3 {
+        let service = s.service(&format!("ns{i}/cart.svc"));
+        let members = service.map(|s2| s.members(s2).iter().map(|w| w.uid.to_string()).collect::<Vec<_>>());
+        let vip = s.service_at(&format!("ns{i}"), &at("10.96.0.1")).map(|s| s.key.clone());
+        lines.push(format!("{i}: {members:?} {vip:?}"));
+    }
+    let mut names: Vec<_> = s.local_workloads().map(|w| w.name.to_string()).collect();
+    names.sort();
+    lines.push(format!("{names:?}"));
+    lines.join("\n")
+}
+
+proptest! {
+    #[test]
+    fn any_order_of_changes_gives_what_a_rebuild_gives(changes in changes()) {
+        let mesh = Mesh::new("n1");
+        for change in &changes {
+            apply(&mesh, change);
+        }
+        let rebuilt = Mesh::new("n1");
+        let old = mesh.load();
+        rebuilt.update(|u| {
+            for w in old.workloads() { u.workload((**w).clone()); }
+            for s in old.services() { u.service((**s).clone()); }
+        });
+        prop_assert_eq!(view(&mesh), view(&rebuilt));
+    }
+}

@@ -36,6 +36,7 @@
 //! | delete a pod step by step | `begin_deletion`, `destroy_sandbox`, `remove_object`; `delete` does all three |
 //! | have the usual three pods and two services | [`Shop::in_mesh`] |
 //! | send bad HBONE, or use a bad certificate | [`HboneClient`], `tb.mesh().authority()`, [`Authority::foreign`] |
+//! | have Envoy as the other side | [`Envoy::hbone_client`], [`Envoy::hbone_server`] |
 //! | wait | [`wait_for`] with words for what is waited for; never a fixed sleep |
 //!
 //! What the testbed itself cannot do panics with the thing and the step; what a test may expect to fail (`connect`)
@@ -49,6 +50,7 @@ mod cgroup;
 mod cleanup;
 mod cluster;
 mod daemon;
+mod envoy;
 mod hbone;
 mod http;
 mod mesh;
@@ -72,6 +74,7 @@ pub use cluster::{
     ServiceSpec, Target, TokenKey, TokenSpec,
 };
 pub use daemon::{Daemon, LogMark, describe};
+pub use envoy::Envoy;
 pub use hbone::{Connected, HboneClient, TunnelError};
 pub use http::Response;
 pub use mesh::{AccessLine, Mesh, MeshOptions, NodeMesh, SYSTEM_NAMESPACE, workload_of};

@@ -193,7 +193,12 @@ impl Mesh {
 
     /// Starts a node's proxy, at first or again.
     pub fn start_proxy(&self, node: &NodeMesh) {
-        node.proxy.start(self.proxy_command(node, &[]));
+        self.start_proxy_with(node, &[]);
+    }
+
+    /// Starts a node's proxy with further environment.
+    pub fn start_proxy_with(&self, node: &NodeMesh, env: &[(&str, &str)]) {
+        node.proxy.start(self.proxy_command(node, env));
     }
 
     /// The command that starts a node's proxy in its pod, with further environment: to try wrong settings.

@@ -2,6 +2,27 @@
 //!
 //! Must never hand out a certificate for an identity that was not asked for, nor one that has expired.
 
+mod base64;
+mod ca_client;
+mod certificate;
+mod control_plane;
+mod key;
+mod pem;
 mod spiffe;
+mod store;
+#[cfg(test)]
+pub(crate) mod testing;
+mod tls;
 
+pub use base64::base64;
+pub use ca_client::{CaClient, CaClientSettings, CertificateAuthority, IssueError};
+pub use certificate::{Certificate, CertificateError, CertificateInfo, describe, rfc3339};
+pub use control_plane::{
+    AddressError, ControlPlane, ControlPlaneAddress, LinkError, LinkTimings, RootSource, Roots, TokenSource,
+    describe_status,
+};
+pub use key::{KeyError, PrivateKey};
+pub use pem::{PemError, certificates as certificates_from_pem};
 pub use spiffe::{Identity, ParseIdentityError, TrustDomain};
+pub use store::{IdentityState, State, Store, StoreCounters, StoreError, StoreSettings};
+pub use tls::{ALPN_H2, PeerError, TrustSettings, check_handshake, describe_tls_error, peer_identity};

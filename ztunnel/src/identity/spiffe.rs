@@ -8,12 +8,17 @@ use std::sync::Arc;
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TrustDomain(Arc<str>);
 
-/// The identity of a workload. Cheap to clone.
+/// The identity of a workload. One pointer: cheap to clone, to keep and to compare.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Identity {
+pub struct Identity(Arc<Parts>);
+
+#[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Parts {
+    /// The whole URI.
+    uri: Box<str>,
     trust_domain: TrustDomain,
-    namespace: Arc<str>,
-    service_account: Arc<str>,
+    /// Where the namespace ends in `uri`; it starts after `/ns/`.
+    namespace_end: usize,
 }
 
 /// Why a text is not an identity.
@@ -43,23 +48,32 @@ impl Default for TrustDomain {
 
 impl Identity {
     pub fn new(trust_domain: &TrustDomain, namespace: &str, service_account: &str) -> Self {
-        Self {
-            trust_domain: trust_domain.clone(),
-            namespace: namespace.into(),
-            service_account: service_account.into(),
-        }
+        let uri = format!("{SCHEME}{trust_domain}/ns/{namespace}/sa/{service_account}").into_boxed_str();
+        let namespace_end = SCHEME.len() + trust_domain.as_str().len() + "/ns/".len() + namespace.len();
+        Self(Arc::new(Parts { uri, trust_domain: trust_domain.clone(), namespace_end }))
     }
 
     pub fn trust_domain(&self) -> &TrustDomain {
-        &self.trust_domain
+        &self.0.trust_domain
     }
 
     pub fn namespace(&self) -> &str {
-        &self.namespace
+        let start = SCHEME.len() + self.0.trust_domain.as_str().len() + "/ns/".len();
+        &self.0.uri[start..self.0.namespace_end]
     }
 
     pub fn service_account(&self) -> &str {
-        &self.service_account
+        &self.0.uri[self.0.namespace_end + "/sa/".len()..]
+    }
+
+    /// The whole `spiffe://…`.
+    pub fn as_str(&self) -> &str {
+        &self.0.uri
+    }
+
+    /// The form that policies compare: without `spiffe://`.
+    pub fn principal(&self) -> &str {
+        &self.0.uri[SCHEME.len()..]
     }
 }
 
@@ -68,7 +82,7 @@ impl FromStr for Identity {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let fail = |reason| ParseIdentityError { text: text.chars().take(256).collect(), reason };
-        let rest = text.strip_prefix("spiffe://").ok_or_else(|| fail("no spiffe:// in front"))?;
+        let rest = text.strip_prefix(SCHEME).ok_or_else(|| fail("no spiffe:// in front"))?;
         let parts: Vec<&str> = rest.split('/').collect();
         let [trust_domain, "ns", namespace, "sa", service_account] = parts[..] else {
             return Err(fail("wrong path"));
@@ -85,7 +99,7 @@ impl FromStr for Identity {
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "spiffe://{}/ns/{}/sa/{}", self.trust_domain.0, self.namespace, self.service_account)
+        f.write_str(self.as_str())
     }
 }
 
@@ -107,6 +121,8 @@ impl fmt::Debug for TrustDomain {
     }
 }
 
+const SCHEME: &str = "spiffe://";
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,6 +136,7 @@ mod tests {
             ("cluster.local", "shop", "cart")
         );
         assert_eq!(id.to_string(), text);
+        assert_eq!(id.principal(), "cluster.local/ns/shop/sa/cart");
     }
 
     #[test]

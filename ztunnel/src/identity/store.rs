@@ -1,0 +1,416 @@
+//! The node's certificates: fetched before they are needed, renewed at half of their life, forgotten with the last
+//! workload that had the identity.
+//!
+//! Must never hand out an expired certificate, and one identity's trouble must never slow another.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, SystemTime};
+
+use arc_swap::ArcSwap;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+
+use super::{Certificate, CertificateAuthority, Identity, IssueError};
+use crate::random;
+
+/// All certificates of this proxy. Cheap to clone.
+#[derive(Clone)]
+pub struct Store(Arc<Shared>);
+
+#[derive(Debug, Clone)]
+pub struct StoreSettings {
+    /// Requests to the authority at a time.
+    pub in_flight: usize,
+    /// Wait after the first failure of an identity; doubles with each further one, ±20 %.
+    pub first_backoff: Duration,
+    pub longest_backoff: Duration,
+    /// Bound of one request, for authorities that have none of their own.
+    pub request_timeout: Duration,
+}
+
+/// What an identity's state is, for the dump.
+#[derive(Debug, Clone)]
+pub struct IdentityState {
+    pub identity: Identity,
+    pub state: State,
+    /// The last failure since the last success, also while an older certificate is still good.
+    pub last_error: Option<String>,
+    /// Failures since the last success.
+    pub failures: u32,
+}
+
+#[derive(Debug, Clone)]
+pub enum State {
+    Initializing,
+    Available(Arc<Certificate>),
+    Unavailable(String),
+}
+
+/// Why a caller did not get a certificate.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum StoreError {
+    #[error("{0}")]
+    Unavailable(String),
+    #[error("no certificate for {identity} within {waited:?}: {reason}")]
+    Timeout { identity: Identity, waited: Duration, reason: String },
+    #[error("no certificate for {0}: the workload that had this identity is gone")]
+    Forgotten(Identity),
+}
+
+/// Counters for the metrics.
+#[derive(Debug, Default)]
+pub struct StoreCounters {
+    pub issued: AtomicU64,
+    pub failed: AtomicU64,
+    /// Sum over all answered requests, in microseconds.
+    pub request_micros: AtomicU64,
+    /// Requests that are on their way now.
+    pub in_flight: AtomicU64,
+}
+
+/// Later is more urgent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Priority {
+    Renewal,
+    Prefetch,
+    Waiting,
+}
+
+struct Shared {
+    settings: StoreSettings,
+    entries: Mutex<HashMap<Identity, Entry>>,
+    /// What `get` reads.
+    available: ArcSwap<HashMap<Identity, Arc<Certificate>>>,
+    changes: watch::Sender<u64>,
+    /// Wakes the worker.
+    wake: Arc<Notify>,
+    counters: StoreCounters,
+}
+
+struct Entry {
+    /// How many times `want` is ahead of `forget`.
+    wanted: usize,
+    certificate: Option<Arc<Certificate>>,
+    last_error: Option<String>,
+    failures: u32,
+    priority: Priority,
+    in_flight: bool,
+    /// Tells an answer that comes after the entry was forgotten and made again.
+    generation: u64,
+    next_try: Instant,
+    /// Told about each change of this identity.
+    news: watch::Sender<()>,
+}
+
+impl Default for StoreSettings {
+    fn default() -> Self {
+        Self {
+            in_flight: 8,
+            first_backoff: Duration::from_millis(250),
+            longest_backoff: Duration::from_secs(150),
+            request_timeout: Duration::from_secs(15),
+        }
+    }
+}
+
+impl Store {
+    /// Starts the worker on the current runtime. It ends with the last clone of the store.
+    pub fn start(authority: Arc<dyn CertificateAuthority>, settings: StoreSettings) -> Self {
+        let shared = Arc::new(Shared {
+            settings,
+            entries: Mutex::default(),
+            available: ArcSwap::default(),
+            changes: watch::Sender::new(0),
+            wake: Arc::default(),
+            counters: StoreCounters::default(),
+        });
+        tokio::spawn(work(Arc::downgrade(&shared), shared.wake.clone(), authority));
+        Self(shared)
+    }
+
+    /// The certificate, if there is one that has not expired. Takes no lock.
+    pub fn get(&self, identity: &Identity) -> Option<Arc<Certificate>> {
+        self.0.available.load().get(identity).filter(|certificate| certificate.is_valid()).cloned()
+    }
+
+    /// The certificate; waits for it if it is on its way or can be fetched again within `limit`. An identity that
+    /// nobody has asked for is fetched, with precedence.
+    ///
+    /// The error tells what the authority said last. It comes at once if the next try would be too late.
+    pub async fn wait(&self, identity: &Identity, limit: Duration) -> Result<Arc<Certificate>, StoreError> {
+        if let Some(certificate) = self.get(identity) {
+            return Ok(certificate);
+        }
+        let deadline = Instant::now() + limit;
+        let mut news = self.0.raise(identity);
+        loop {
+            if let Some(certificate) = self.get(identity) {
+                return Ok(certificate);
+            }
+            let waiting_for = match self.0.lock().get(identity) {
+                None => return Err(StoreError::Forgotten(identity.clone())),
+                Some(entry) => match &entry.last_error {
+                    Some(error) if !entry.in_flight && entry.next_try > deadline => {
+                        return Err(StoreError::Unavailable(error.clone()));
+                    }
+                    Some(error) => error.clone(),
+                    None => "no answer yet".to_owned(),
+                },
+            };
+            match tokio::time::timeout_at(deadline, news.changed()).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return Err(StoreError::Forgotten(identity.clone())),
+                Err(_) => {
+                    let identity = identity.clone();
+                    return Err(StoreError::Timeout { identity, waited: limit, reason: waiting_for });
+                }
+            }
+        }
+    }
+
+    /// A workload with this identity runs here: fetch and renew its certificate. Counts; see [`Self::forget`].
+    pub fn want(&self, identity: &Identity) {
+        let mut entries = self.0.lock();
+        entries.entry(identity.clone()).or_insert_with(|| Entry::new(Priority::Prefetch)).wanted += 1;
+        drop(entries);
+        self.0.wake.notify_one();
+    }
+
+    /// One workload less with this identity. After the last one the certificate and its key are dropped.
+    pub fn forget(&self, identity: &Identity) {
+        let mut entries = self.0.lock();
+        let Some(entry) = entries.get_mut(identity) else { return };
+        entry.wanted = entry.wanted.saturating_sub(1);
+        if entry.wanted == 0 {
+            entries.remove(identity);
+            self.0.publish(&entries);
+        }
+    }
+
+    /// All identities that are known here, in order.
+    pub fn states(&self) -> Vec<IdentityState> {
+        let entries = self.0.lock();
+        let mut states: Vec<_> = entries.iter().map(|(identity, entry)| entry.state(identity)).collect();
+        states.sort_by(|a, b| a.identity.cmp(&b.identity));
+        states
+    }
+
+    /// Changes with each new, lost or renewed certificate.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.0.changes.subscribe()
+    }
+
+    pub fn counters(&self) -> &StoreCounters {
+        &self.0.counters
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Identity, Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Somebody waits: this identity goes first.
+    fn raise(&self, identity: &Identity) -> watch::Receiver<()> {
+        let mut entries = self.lock();
+        let entry = entries.entry(identity.clone()).or_insert_with(|| Entry::new(Priority::Waiting));
+        entry.priority = Priority::Waiting;
+        if entry.certificate.as_ref().is_some_and(|c| !c.is_valid()) && entry.failures == 0 {
+            // It expired unseen, as after a suspended machine.
+            entry.next_try = Instant::now();
+        }
+        let news = entry.news.subscribe();
+        drop(entries);
+        self.wake.notify_one();
+        news
+    }
+
+    fn publish(&self, entries: &HashMap<Identity, Entry>) {
+        let valid = entries.iter().filter_map(|(id, entry)| Some((id.clone(), entry.certificate.clone()?)));
+        self.available.store(Arc::new(valid.collect()));
+        self.changes.send_modify(|n| *n += 1);
+    }
+
+    /// The most urgent identity whose time has come, marked as on its way.
+    fn next_due(&self) -> Option<(Identity, u64)> {
+        let mut entries = self.lock();
+        let now = Instant::now();
+        let (identity, entry) = entries
+            .iter_mut()
+            .filter(|(_, entry)| entry.due().is_some_and(|due| due <= now))
+            .max_by_key(|(_, entry)| (entry.priority, std::cmp::Reverse(entry.next_try)))?;
+        entry.in_flight = true;
+        Some((identity.clone(), entry.generation))
+    }
+
+    /// Drops what has expired, and tells when something is due next.
+    fn sweep(&self) -> Instant {
+        let mut entries = self.lock();
+        let now = SystemTime::now();
+        let mut changed = false;
+        entries.retain(|_, entry| {
+            if entry.certificate.as_ref().is_some_and(|c| !c.valid_at(now)) {
+                entry.certificate = None;
+                entry.last_error.get_or_insert_with(|| "the certificate has expired".to_owned());
+                entry.news.send_replace(());
+                changed = true;
+            }
+            // Asked for by a connection only, and no longer: nothing would ever forget it.
+            let idle = entry.wanted == 0 && entry.certificate.is_none() && entry.news.receiver_count() == 0;
+            !idle || entry.in_flight
+        });
+        if changed {
+            self.publish(&entries);
+        }
+        // The clock may have been changed: look again at least this often.
+        let latest = Instant::now() + LOOK_AGAIN;
+        entries.values().filter_map(Entry::due).min().map_or(latest, |next| next.min(latest))
+    }
+
+    fn finish(&self, identity: &Identity, generation: u64, result: Result<Certificate, IssueError>) {
+        let mut entries = self.lock();
+        let Some(entry) = entries.get_mut(identity).filter(|entry| entry.generation == generation) else { return };
+        entry.in_flight = false;
+        entry.priority = Priority::Renewal;
+        match result {
+            Ok(certificate) => {
+                tracing::debug!(%identity, serial = certificate.serial(), "certificate issued");
+                entry.next_try = Instant::now() + renew_in(&certificate, SystemTime::now());
+                entry.certificate = Some(Arc::new(certificate));
+                entry.last_error = None;
+                entry.failures = 0;
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                let wait = self.settings.backoff(entry.failures);
+                tracing::warn!(
+                    %identity,
+                    reason,
+                    retry_in_ms = wait.as_millis() as u64,
+                    has_valid_certificate = entry.certificate.as_ref().is_some_and(|c| c.is_valid()),
+                    "no certificate issued"
+                );
+                entry.failures = entry.failures.saturating_add(1);
+                entry.last_error = Some(reason);
+                let until_expiry = entry
+                    .certificate
+                    .as_ref()
+                    .and_then(|c| c.not_after().duration_since(SystemTime::now()).ok())
+                    .unwrap_or(wait);
+                entry.next_try = Instant::now() + wait.min(until_expiry.max(self.settings.first_backoff));
+            }
+        }
+        entry.news.send_replace(());
+        self.publish(&entries);
+    }
+}
+
+impl Entry {
+    fn new(priority: Priority) -> Self {
+        static GENERATION: AtomicU64 = AtomicU64::new(0);
+        Self {
+            wanted: 0,
+            certificate: None,
+            last_error: None,
+            failures: 0,
+            priority,
+            in_flight: false,
+            generation: GENERATION.fetch_add(1, Ordering::Relaxed),
+            next_try: Instant::now(),
+            news: watch::Sender::new(()),
+        }
+    }
+
+    /// When to ask next. Never while an answer is on its way, nor for a renewal that nobody needs.
+    fn due(&self) -> Option<Instant> {
+        let needed = self.wanted > 0 || self.news.receiver_count() > 0 || self.certificate.is_none();
+        (needed && !self.in_flight).then_some(self.next_try)
+    }
+
+    fn state(&self, identity: &Identity) -> IdentityState {
+        let state = match (&self.certificate, &self.last_error) {
+            (Some(certificate), _) if certificate.is_valid() => State::Available(certificate.clone()),
+            (_, Some(error)) => State::Unavailable(error.clone()),
+            (Some(_), None) => State::Unavailable("the certificate has expired".to_owned()),
+            (None, None) => State::Initializing,
+        };
+        IdentityState {
+            identity: identity.clone(),
+            state,
+            last_error: self.last_error.clone(),
+            failures: self.failures,
+        }
+    }
+}
+
+impl StoreSettings {
+    fn backoff(&self, failures: u32) -> Duration {
+        let doubled = self.first_backoff.saturating_mul(1u32 << failures.min(20));
+        doubled.min(self.longest_backoff).mul_f64(random::factor(0.2))
+    }
+}
+
+/// At half of what is left on arrival (half of its life, but for back-dating), up to a tenth of it earlier or later,
+/// so that a node's certificates do not come all at once.
+fn renew_in(certificate: &Certificate, now: SystemTime) -> Duration {
+    let left = certificate.not_after().duration_since(now).unwrap_or_default();
+    left.mul_f64(0.5 * random::factor(0.2))
+}
+
+/// The one task that asks the authority.
+async fn work(shared: Weak<Shared>, wake: Arc<Notify>, authority: Arc<dyn CertificateAuthority>) {
+    let mut running = FuturesUnordered::new();
+    loop {
+        // Never held over an await, so that dropping the store ends the task.
+        let Some(store) = shared.upgrade() else { return };
+        while running.len() < store.settings.in_flight {
+            let Some((identity, generation)) = store.next_due() else { break };
+            let (authority, limit) = (authority.clone(), store.settings.request_timeout);
+            running.push(async move {
+                let started = Instant::now();
+                let result = match tokio::time::timeout(limit, authority.issue(identity.clone())).await {
+                    Ok(result) => result,
+                    Err(_) => Err(IssueError::Timeout {
+                        identity: identity.clone(),
+                        authority: "the certificate service".to_owned(),
+                        limit,
+                    }),
+                };
+                (identity, generation, result, started.elapsed())
+            });
+        }
+        store.counters.in_flight.store(running.len() as u64, Ordering::Relaxed);
+        let next = store.sweep();
+        let full = running.len() >= store.settings.in_flight;
+        drop(store);
+
+        let done = tokio::select! {
+            Some(done) = running.next() => Some(done),
+            () = wake.notified() => None,
+            () = tokio::time::sleep_until(next), if !full => None,
+        };
+        let Some(store) = shared.upgrade() else { return };
+        if let Some((identity, generation, result, took)) = done {
+            let counter = if result.is_ok() { &store.counters.issued } else { &store.counters.failed };
+            counter.fetch_add(1, Ordering::Relaxed);
+            store.counters.request_micros.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
+            store.finish(&identity, generation, result);
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // The worker sees that it is no longer needed.
+        self.wake.notify_one();
+    }
+}
+
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests;

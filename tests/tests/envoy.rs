@@ -14,8 +14,8 @@ const BULK: u64 = 256 << 20;
 
 /// Requests, bulk both ways, the client's half-close and resets of both sides, from a client to a server pod.
 ///
-/// What Envoy itself does not do is not asked for: it ends both directions when the server ends its own, and it
-/// passes no RST on, so an abort of either side must only end the other.
+/// What Envoy itself does not do is not asked for: it resets the whole stream when the server ends its direction
+/// before the client, and it passes no RST on, so an abort of either side must only end the other.
 fn exercise(connect: &dyn Fn() -> TcpStream, server: &Pod, through: &str) {
     {
         let _requests = server.serve(8080, Behaviour::Requests);
@@ -38,6 +38,7 @@ fn exercise(connect: &dyn Fn() -> TcpStream, server: &Pod, through: &str) {
     {
         let _source = server.serve(8080, Behaviour::Source(BULK));
         let mut stream = connect();
+        stream.half_close();
         assert_eq!(read_checksum(&mut stream).expect("receive"), (BULK, sum), "{through}: download");
     }
     {

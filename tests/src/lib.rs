@@ -53,6 +53,7 @@ mod daemon;
 mod envoy;
 mod hbone;
 mod http;
+pub mod load;
 mod mesh;
 mod metrics;
 mod name;

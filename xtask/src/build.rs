@@ -40,7 +40,7 @@ pub fn cargo(args: &[&str]) -> Command {
 
 /// Builds all binaries of the workspace.
 pub fn binaries(profile: Profile) -> Result<()> {
-    let mut args = vec!["build", "--workspace", "--bins", "--exclude", "xtask"];
+    let mut args = vec!["build", "--workspace", "--bins"];
     if let Profile::Release = profile {
         args.push("--release");
     }

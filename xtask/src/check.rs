@@ -46,7 +46,7 @@ pub fn run(filter: Option<&str>) -> Result<ExitCode> {
     let built = build::binaries(Profile::Dev).is_ok();
     steps.push(Step { name: "build", ok: built, took: build_start.elapsed(), passed: 0, failed: 0 });
     if built {
-        let mut args = vec!["test", "-p", "tests", "--no-fail-fast", "--test", "*", "--", "--test-threads=2"];
+        let mut args = vec!["test", "--workspace", "--no-fail-fast", "--test", "*", "--", "--test-threads=2"];
         args.extend(filter);
         let mut command = cargo(&args);
         command.env("RUST_BACKTRACE", "0");

@@ -6,8 +6,9 @@ fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
         Some("app") => testbed::testapp::run_executor(),
         Some("pause") => testbed::testapp::pause(),
+        Some("load") => testbed::load::run(&std::env::args().nth(2).unwrap_or_default()),
         other => {
-            eprintln!("testapp is started by the testbed, with `app` or `pause`, not with {other:?}");
+            eprintln!("testapp is started by the testbed, with `app`, `pause` or `load`, not with {other:?}");
             return ExitCode::FAILURE;
         }
     };

@@ -1,20 +1,23 @@
 //! The mesh on a testbed: the real control plane, agents and proxies, started as in a cluster, and what tests want
 //! to know of them.
 
-use std::collections::BTreeMap;
+mod access_log;
+mod node;
+
 use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+pub use access_log::AccessLine;
+pub use node::NodeMesh;
+use serde_json::Value;
 
 use crate::certs::Authority;
-use crate::cgroup::Cgroup;
-use crate::cluster::{AUDIENCE, CLUSTER_CIDRS, ISSUER, Node, Pod, Qos, TokenSpec, container_id, pod_cgroup};
+use crate::cluster::{AUDIENCE, CLUSTER_CIDRS, ISSUER, Pod, container_id};
 use crate::daemon::Daemon;
 use crate::http::Response;
 use crate::metrics::Metrics;
@@ -71,24 +74,6 @@ pub struct Mesh {
     control_place: Place,
     nodes: Vec<NodeMesh>,
     dir: PathBuf,
-}
-
-/// Agent and proxy of one node.
-#[derive(Debug)]
-pub struct NodeMesh {
-    node: String,
-    host: Place,
-    pub agent: Daemon,
-    pub proxy: Daemon,
-    agent_cgroup: Cgroup,
-    node_cgroup: Cgroup,
-    proxy_pod_cgroup: Cgroup,
-    proxy_uid: String,
-    proxy_starts: AtomicU32,
-    run_dir: PathBuf,
-    bpf_dir: PathBuf,
-    token: PathBuf,
-    instance_ip: String,
 }
 
 impl Mesh {
@@ -297,187 +282,6 @@ impl Mesh {
     }
 }
 
-impl NodeMesh {
-    fn prepare(testbed: &Testbed, node: &Node) -> Self {
-        let name = node.name().to_owned();
-        let uid = testbed.name().uid(testbed.cluster().number());
-        let token = testbed.path(&format!("tokens/{name}"));
-        let minted = testbed.token_key().mint(&TokenSpec {
-            issuer: ISSUER.to_owned(),
-            audience: AUDIENCE.to_owned(),
-            namespace: SYSTEM_NAMESPACE.to_owned(),
-            service_account: "ztunnel".to_owned(),
-            pod: Some((format!("ztunnel-{name}"), uid.clone())),
-            node: Some(name.clone()),
-            valid_for: Some(Duration::from_secs(43_200)),
-        });
-        fs::write(&token, minted).unwrap_or_else(|e| panic!("write {}: {e}", token.display()));
-        let run_dir = testbed.path(&format!("run/{name}"));
-        fs::create_dir_all(&run_dir).unwrap_or_else(|e| panic!("make {}: {e}", run_dir.display()));
-        testbed.namespace(SYSTEM_NAMESPACE).service_account("ztunnel");
-        testbed.cluster().manifests.put(proxy_pod(node, &uid));
-        let host = node.again(node.cgroup());
-        Self {
-            agent: Daemon::new(&format!("agent-{name}"), &testbed.path("logs")),
-            proxy: Daemon::new(&format!("proxy-{name}"), &testbed.path("logs")),
-            agent_cgroup: node.cgroup_root().child("system.slice").child("agent"),
-            node_cgroup: node.cgroup_root().clone(),
-            proxy_pod_cgroup: pod_cgroup(node, Qos::Burstable, &uid),
-            proxy_uid: uid,
-            proxy_starts: AtomicU32::new(0),
-            run_dir,
-            bpf_dir: testbed.name().bpf_dir(&name),
-            token,
-            instance_ip: node.ip4().to_string(),
-            node: name,
-            host,
-        }
-    }
-
-    /// Name of the node.
-    pub fn name(&self) -> &str {
-        &self.node
-    }
-
-    /// The ZDS socket between agent and proxy.
-    pub fn zds_socket(&self) -> PathBuf {
-        self.run_dir.join("zds.sock")
-    }
-
-    /// Directory of this node's pins.
-    pub fn bpf_dir(&self) -> &PathBuf {
-        &self.bpf_dir
-    }
-
-    /// The file with the proxy's service account token.
-    pub fn token_file(&self) -> &PathBuf {
-        &self.token
-    }
-
-    fn proxy_pod_name(&self) -> String {
-        format!("ztunnel-{}", self.node)
-    }
-
-    /// Waits until agent and proxy are ready.
-    #[track_caller]
-    pub fn wait_ready(&self) {
-        self.wait_agent_ready();
-        self.wait_proxy_ready();
-    }
-
-    #[track_caller]
-    pub fn wait_agent_ready(&self) {
-        let what = format!("agent of {}", self.node);
-        wait_ready_at(&what, &self.agent, || self.host.http_get(local(AGENT_ADMIN), "/readyz"));
-    }
-
-    #[track_caller]
-    pub fn wait_proxy_ready(&self) {
-        wait_ready_at(&format!("proxy of {}", self.node), &self.proxy, || self.readiness());
-    }
-
-    /// What the proxy's readiness endpoint says.
-    pub fn readiness(&self) -> io::Result<Response> {
-        self.host.http_get(local(PROXY_READINESS), "/healthz/ready")
-    }
-
-    #[track_caller]
-    pub fn config_dump(&self) -> Value {
-        self.try_config_dump().unwrap_or_else(|e| panic!("config dump of the proxy on {}: {e}", self.node))
-    }
-
-    fn try_config_dump(&self) -> io::Result<Value> {
-        let answer = self.host.http_get(local(PROXY_ADMIN), "/config_dump")?;
-        if answer.status != 200 {
-            return Err(io::Error::other(format!("status {}", answer.status)));
-        }
-        serde_json::from_str(&answer.body).map_err(io::Error::other)
-    }
-
-    /// GET on the proxy's admin port.
-    pub fn admin(&self, path: &str) -> io::Result<Response> {
-        self.host.http_get(local(PROXY_ADMIN), path)
-    }
-
-    /// POST on the proxy's admin port.
-    pub fn admin_post(&self, path: &str) -> io::Result<Response> {
-        self.host.http_post(local(PROXY_ADMIN), path)
-    }
-
-    #[track_caller]
-    pub fn proxy_metrics(&self) -> Metrics {
-        Metrics::parse(&expect_ok("the proxy's metrics", self.host.http_get(local(PROXY_METRICS), "/metrics")))
-    }
-
-    #[track_caller]
-    pub fn agent_metrics(&self) -> Metrics {
-        Metrics::parse(&expect_ok("the agent's metrics", self.host.http_get(local(AGENT_ADMIN), "/metrics")))
-    }
-
-    /// The agent's list of pods.
-    #[track_caller]
-    pub fn agent_status(&self) -> Value {
-        let body = expect_ok("the agent's status", self.host.http_get(local(AGENT_ADMIN), "/status"));
-        serde_json::from_str(&body).unwrap_or_else(|e| panic!("agent status is no JSON: {e}\n{body}"))
-    }
-
-    /// The proxy's entry for a pod, if it has one.
-    pub fn pod_state(&self, pod: &Pod) -> Option<Value> {
-        self.try_config_dump().ok()?["workloadState"].get(pod.uid()).cloned()
-    }
-
-    /// CPU time of all lives of the proxy.
-    pub fn proxy_cpu(&self) -> Duration {
-        self.proxy_pod_cgroup.cpu()
-    }
-
-    /// Access-log lines of the proxy so far.
-    pub fn access_log(&self) -> Vec<AccessLine> {
-        self.proxy.log().lines().filter_map(AccessLine::parse).collect()
-    }
-
-    /// Waits for an access-log line for which the check holds.
-    #[track_caller]
-    pub fn wait_access_line(&self, what: &str, check: impl Fn(&AccessLine) -> bool) -> AccessLine {
-        let what = format!("an access line of the proxy on {}: {what}", self.node);
-        wait_for(&what, || self.access_log().into_iter().find(|line| check(line)))
-    }
-}
-
-/// One line of a proxy's access log.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AccessLine {
-    pub text: String,
-    pub fields: BTreeMap<String, String>,
-}
-
-impl AccessLine {
-    fn parse(text: &str) -> Option<Self> {
-        let mut parts = text.split('\t');
-        let scope = parts.nth(2)?;
-        if scope != "access" && !scope.starts_with("access{") {
-            return None;
-        }
-        let mut fields = BTreeMap::new();
-        let mut rest = parts.next_back()?;
-        while let Some((key, after)) = rest.trim_start().split_once('=') {
-            let key = key.rsplit(' ').next().unwrap_or(key);
-            let (value, left) = match after.strip_prefix('"') {
-                Some(quoted) => quoted.split_once('"')?,
-                None => after.split_once(' ').unwrap_or((after, "")),
-            };
-            fields.insert(key.to_owned(), value.to_owned());
-            rest = left;
-        }
-        Some(Self { text: text.to_owned(), fields })
-    }
-
-    /// A field, or nothing.
-    pub fn get(&self, field: &str) -> &str {
-        self.fields.get(field).map_or("", String::as_str)
-    }
-}
-
 /// The entry of a pod in a config dump.
 pub fn workload_of<'a>(dump: &'a Value, pod: &Pod) -> Option<&'a Value> {
     let workloads = dump["workloads"].as_array()?;
@@ -510,49 +314,5 @@ fn expect_ok(what: &str, answer: io::Result<Response>) -> String {
     match answer {
         Ok(answer) if answer.status == 200 => answer.body,
         other => panic!("{what}: {other:?}"),
-    }
-}
-
-fn proxy_pod(node: &Node, uid: &str) -> Value {
-    json!({
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": format!("ztunnel-{}", node.name()),
-            "namespace": SYSTEM_NAMESPACE,
-            "uid": uid,
-            "labels": { "app": "ztunnel", "istio.io/dataplane-mode": "none" },
-        },
-        "spec": {
-            "nodeName": node.name(),
-            "serviceAccountName": "ztunnel",
-            "hostNetwork": true,
-            "containers": [{ "name": "istio-proxy", "image": "ztunnel" }],
-        },
-        "status": {
-            "phase": "Running",
-            "hostIP": node.ip4(),
-            "podIP": node.ip4(),
-            "podIPs": [{ "ip": node.ip4() }, { "ip": node.ip6() }],
-            "conditions": [{ "type": "Ready", "status": "True" }],
-        },
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_access_line_is_read_field_by_field() {
-        let text = "2026-09-30T12:00:00.000000Z\tinfo\taccess{conn=1}\tconnection complete \
-                    src.addr=10.244.0.10:1234 src.workload=\"a b\" direction=\"outbound\" bytes_sent=12";
-        let line = AccessLine::parse(text).expect("an access line");
-        assert_eq!(line.get("src.addr"), "10.244.0.10:1234");
-        assert_eq!(line.get("src.workload"), "a b");
-        assert_eq!(line.get("direction"), "outbound");
-        assert_eq!(line.get("bytes_sent"), "12");
-        assert_eq!(line.get("error"), "");
-        assert_eq!(AccessLine::parse("2026-09-30T12:00:00Z\tinfo\tzds\tconnected"), None);
     }
 }

@@ -1,1 +1,49 @@
-fn main() {}
+//! `ztunnel`: the proxy and the agent of a node.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use ztunnel::agent::{self, AgentArgs};
+use ztunnel::proxy::{self, config::ProxyArgs};
+use ztunnel::telemetry::log::Logging;
+
+/// Freed memory goes back to the system while the proxy is idle.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
+#[derive(Parser)]
+#[command(name = "ztunnel", version, about = "The node's part of the Understory mesh")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Carries the traffic of the node's enrolled pods
+    Proxy(Box<ProxyArgs>),
+    /// Brings the node's labelled pods into the mesh
+    Agent(Box<AgentArgs>),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Proxy(args) => run_proxy(*args),
+        Command::Agent(args) => agent::main(*args).map_err(Into::into),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run_proxy(args: ProxyArgs) -> anyhow::Result<()> {
+    let config = args.check(std::env::vars())?;
+    let log = &config.telemetry;
+    let logging = Logging::start(log.log_format, log.log_levels.clone(), log.log_queue.0 as usize)?;
+    proxy::run(config, logging)?;
+    Ok(())
+}

@@ -8,3 +8,4 @@ pub mod maps;
 pub mod netns;
 pub mod pod_network;
 pub mod programs;
+pub mod sockets;

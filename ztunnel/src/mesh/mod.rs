@@ -61,6 +61,11 @@ impl Mesh {
         self.current.load()
     }
 
+    /// The same to keep.
+    pub fn load_full(&self) -> Arc<Snapshot> {
+        self.current.load_full()
+    }
+
     /// Counts up with each update.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.version.subscribe()

@@ -1,4 +1,16 @@
-//! What a connection goes through.
+//! What a connection goes through: accepted from a pod's listener, looked up, judged, connected, relayed.
 
 pub mod config;
+mod dump;
+mod finish;
+mod inbound;
+mod outbound;
+mod plaintext;
+mod pods;
 pub mod relay;
+mod route;
+mod run;
+mod state;
+mod worker;
+
+pub use run::{ProxyError, run};

@@ -78,7 +78,7 @@ impl Side {
 
 /// Between an app's TCP connection and a stream. `app` says which side the app is.
 pub struct TunnelRelay<'a, M> {
-    pub app: TcpStream,
+    pub app: Resetting,
     pub app_side: Side,
     pub send: SendStream<Bytes>,
     pub recv: RecvStream,
@@ -91,7 +91,7 @@ impl<M: Meter> TunnelRelay<'_, M> {
     /// Runs to the end. If this future is dropped, both sides see a reset.
     pub async fn run(self) -> Result<Moved, Cut> {
         let mut state = TunnelState {
-            app: Resetting::new(self.app),
+            app: self.app,
             app_side: self.app_side,
             send: self.send,
             recv: self.recv,
@@ -294,8 +294,8 @@ impl TunnelState {
 
 /// Between two TCP connections.
 pub struct PlainRelay<'a, M> {
-    pub client: TcpStream,
-    pub server: TcpStream,
+    pub client: Resetting,
+    pub server: Resetting,
     pub meter: &'a M,
     /// Silence after which a half-closed connection is ended.
     pub half_close: Duration,
@@ -304,8 +304,7 @@ pub struct PlainRelay<'a, M> {
 impl<M: Meter> PlainRelay<'_, M> {
     /// Runs to the end. If this future is dropped, both sides see a reset.
     pub async fn run(self) -> Result<Moved, Cut> {
-        let mut client = Resetting::new(self.client);
-        let mut server = Resetting::new(self.server);
+        let (mut client, mut server) = (self.client, self.server);
         let (mut up, mut down) = (Pipe::default(), Pipe::default());
         let mut moved = Moved::default();
         let mut silence = Silence::new(self.half_close);
@@ -436,7 +435,7 @@ fn next_read(size: usize, read: usize) -> usize {
 }
 
 /// A socket whose close is a RST, unless the relay ended in order.
-pub(super) struct Resetting {
+pub struct Resetting {
     socket: TcpStream,
     orderly: bool,
 }
@@ -444,6 +443,10 @@ pub(super) struct Resetting {
 impl Resetting {
     pub fn new(socket: TcpStream) -> Self {
         Self { socket, orderly: false }
+    }
+
+    pub fn socket(&self) -> &TcpStream {
+        &self.socket
     }
 
     fn keep(&mut self) {

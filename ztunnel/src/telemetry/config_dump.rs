@@ -20,7 +20,7 @@ mod policies;
 
 pub use certificates::{CertificateDump, CertificatesDump};
 pub use model::Endpoint;
-pub use policies::{Match, Policy, TextMatch};
+pub use policies::{Match, Policy, ServiceAccount, TextMatch};
 
 /// The model of the mesh as the dump goes through it; one consistent state.
 pub trait Model: Send {

@@ -1,0 +1,163 @@
+//! The sockets that the proxy dials with from inside a pod's namespace: with the pod's own address, or with a client's
+//! address towards the pod's app.
+//!
+//! Must never leave a pass entry behind: it would let a stranger with the same address and port past the proxy.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+use tokio::net::TcpStream;
+
+use super::maps::PassMap;
+use super::netns::Netns;
+use super::pod_network::MARK;
+use crate::random;
+
+/// How the proxy's TCP sockets are set up.
+#[derive(Debug, Clone, Copy)]
+pub struct TcpSettings {
+    pub connect_timeout: Duration,
+    pub keepalive_time: Duration,
+    pub keepalive_interval: Duration,
+    /// How long sent bytes may stay without acknowledgement before the peer counts as dead.
+    pub user_timeout: Duration,
+}
+
+impl TcpSettings {
+    /// For a socket that was accepted.
+    pub fn apply(&self, socket: SockRef<'_>) -> io::Result<()> {
+        socket.set_tcp_nodelay(true)?;
+        let keepalive = TcpKeepalive::new()
+            .with_time(self.keepalive_time)
+            .with_interval(self.keepalive_interval)
+            .with_retries(KEEPALIVE_RETRIES);
+        socket.set_tcp_keepalive(&keepalive)
+    }
+
+    /// Connects from inside the pod with the pod's own address. `marked`: iptables of another agent need our mark.
+    pub async fn dial(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<TcpStream> {
+        let socket = pod.run(|| stream_socket(to))??;
+        self.apply(SockRef::from(&socket))?;
+        socket.set_tcp_user_timeout(Some(self.user_timeout))?;
+        if marked {
+            socket.set_mark(MARK)?;
+        }
+        self.connect(socket, to).await
+    }
+
+    /// Connects to an app of the pod with the address of its client; the client's own port where it is free, so that
+    /// no search through the port range is needed.
+    pub async fn dial_app(
+        &self,
+        pod: &Netns,
+        pass: Option<&Arc<PassMap>>,
+        client: SocketAddr,
+        app: SocketAddr,
+    ) -> io::Result<TcpStream> {
+        let mut refused = None;
+        for attempt in 0..BIND_TRIES {
+            let port = if attempt == 0 && client.port() != 0 { client.port() } else { random_port() };
+            match self.dial_app_from(pod, pass, SocketAddr::new(client.ip(), port), app).await {
+                Err(error) if matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable) => {
+                    refused = Some(error);
+                }
+                result => return result,
+            }
+        }
+        Err(refused.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
+    }
+
+    async fn dial_app_from(
+        &self,
+        pod: &Netns,
+        pass: Option<&Arc<PassMap>>,
+        client: SocketAddr,
+        app: SocketAddr,
+    ) -> io::Result<TcpStream> {
+        let socket = pod.run(|| stream_socket(app))??;
+        self.apply(SockRef::from(&socket))?;
+        socket.set_mark(MARK)?;
+        socket.set_reuse_address(true)?;
+        match client.ip() {
+            IpAddr::V4(_) => socket.set_ip_transparent_v4(true)?,
+            IpAddr::V6(_) => set_transparent_v6(&socket)?,
+        }
+        socket.bind(&client.into())?;
+        let _passed = match pass {
+            Some(map) => Some(Passed::new(map.clone(), pod.cookie(), client, app)?),
+            None => None,
+        };
+        self.connect(socket, app).await
+    }
+
+    async fn connect(&self, socket: Socket, to: SocketAddr) -> io::Result<TcpStream> {
+        let socket = tokio::net::TcpSocket::from_std_stream(socket.into());
+        match tokio::time::timeout(self.connect_timeout, socket.connect(to)).await {
+            Ok(connected) => connected,
+            Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer in {:?}", self.connect_timeout))),
+        }
+    }
+}
+
+/// An entry of the pass map for as long as a dial takes.
+struct Passed {
+    map: Arc<PassMap>,
+    netns: u64,
+    client: SocketAddr,
+    app: SocketAddr,
+}
+
+impl Passed {
+    fn new(map: Arc<PassMap>, netns: u64, client: SocketAddr, app: SocketAddr) -> io::Result<Self> {
+        map.insert(netns, client, app)?;
+        Ok(Self { map, netns, client, app })
+    }
+}
+
+impl Drop for Passed {
+    fn drop(&mut self) {
+        if let Err(error) = self.map.remove(self.netns, self.client, self.app) {
+            tracing::error!(%error, client = %self.client, app = %self.app, "cannot remove a pass entry");
+        }
+    }
+}
+
+/// Where a connection that iptables redirected wanted to go; nothing if it was not redirected.
+pub fn redirected_from(socket: SockRef<'_>) -> Option<SocketAddr> {
+    let v4 = socket.original_dst_v4().ok().and_then(|a| a.as_socket());
+    v4.or_else(|| socket.original_dst_v6().ok().and_then(|a| a.as_socket()))
+        .map(|a| SocketAddr::new(a.ip().to_canonical(), a.port()))
+}
+
+fn stream_socket(to: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(to), Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
+    Ok(socket)
+}
+
+fn set_transparent_v6(socket: &Socket) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let on: libc::c_int = 1;
+    // SAFETY: `on` outlives the call and its size is passed.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_IPV6,
+            libc::IPV6_TRANSPARENT,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn random_port() -> u16 {
+    (PORTS.0 + random::below(u64::from(PORTS.1 - PORTS.0)) as u32) as u16
+}
+
+const KEEPALIVE_RETRIES: u32 = 9;
+/// Ports that are tried where the client's own one is taken.
+const BIND_TRIES: u32 = 12;
+const PORTS: (u32, u32) = (32768, 61000);

@@ -1,0 +1,289 @@
+//! Tunnels that peers open to a pod, and the connections in them.
+//!
+//! Must never let a byte reach an app before the peer's identity, the authority and the policies have been judged.
+
+use std::future::poll_fn;
+use std::net::{IpAddr, SocketAddr};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use http::{Method, StatusCode};
+use tokio::net::TcpStream;
+
+use super::finish::{Count, relay};
+use super::relay::{Resetting, Side, TunnelRelay};
+use super::state::{OpenConnection, Phase, Pod};
+use super::worker::{Counted, Worker};
+use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TlsError, TunnelError};
+use crate::identity::{Identity, describe_tls_error, peer_identity};
+use crate::mesh::{NetworkAddress, Workload};
+use crate::policy::{self, evaluate};
+use crate::telemetry::Connection;
+use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
+
+/// What all streams of a tunnel have in common.
+struct Tunnel {
+    worker: Rc<Worker>,
+    pod: Arc<Pod>,
+    own: Arc<Workload>,
+    /// The peer's address.
+    client: SocketAddr,
+    /// The pod's address that the peer dialled.
+    local: IpAddr,
+    identity: Identity,
+}
+
+/// Serves a tunnel to its end.
+pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr, _counted: Counted) {
+    let Ok(local) = socket.local_addr() else { return };
+    let local = SocketAddr::new(local.ip().to_canonical(), local.port());
+    let flow = || Flow::new(Direction::Inbound, Protocol::Hbone, pod.uid.clone(), client, local);
+    let accepted = Box::pin(async {
+        tokio::select! {
+            biased;
+            () = pod.reached(Phase::Gone) => {
+                Err(Failure::new(ResponseFlag::Connect, "source", super::finish::gone().to_string()))
+            }
+            result = accept(&worker, &pod, socket) => result,
+        }
+    });
+    let (mut accepted, own, identity) = match accepted.await {
+        Ok(accepted) => accepted,
+        Err(failure) => {
+            worker.shared.telemetry.failed(&flow(), &failure);
+            return;
+        }
+    };
+    let tunnel = Rc::new(Tunnel { worker, pod: pod.clone(), own, client, local: local.ip(), identity });
+    let (draining, gone) = (pod.reached(Phase::Draining), pod.reached(Phase::Gone));
+    let stopping = tunnel.worker.shared.shutdown.clone();
+    let stopping = stopping.ordered();
+    tokio::pin!(draining, gone, stopping);
+    let mut drained = false;
+    loop {
+        let next = tokio::select! {
+            biased;
+            () = &mut gone => return,
+            () = &mut draining, if !drained => {
+                drained = true;
+                accepted.drain();
+                continue;
+            }
+            _ = &mut stopping, if !drained => {
+                drained = true;
+                accepted.drain();
+                continue;
+            }
+            next = poll_fn(|cx| accepted.poll_next(cx)) => next,
+        };
+        match next {
+            Some(Ok(incoming)) => {
+                let open = pod.count();
+                tokio::task::spawn_local(connection(tunnel.clone(), incoming, open));
+            }
+            Some(Err(ended)) => {
+                // Streams that were hurt have a line of their own.
+                tracing::debug!(peer = %client, identity = %tunnel.identity, reason = %ended, "a tunnel ended");
+                return;
+            }
+            None => return,
+        }
+    }
+}
+
+async fn accept(worker: &Worker, pod: &Pod, socket: TcpStream) -> Result<(Accepted, Arc<Workload>, Identity), Failure> {
+    let shared = &worker.shared;
+    // A handshake that fails closes with a reset only if the alert could not be sent.
+    let own = shared.own_workload(pod).await?;
+    let limit = shared.config.timeouts.certificate;
+    let certificate = shared.certificates.wait(&own.identity(), limit).await;
+    let certificate = certificate.map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
+    let accepted = Accepted::handshake(socket, certificate.server_config(), &shared.hbone).await;
+    let accepted = accepted.map_err(|error| match error {
+        TunnelError::Tls(TlsError::Protocol(error)) => {
+            Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS: {}", describe_tls_error(&std::io::Error::other(error))))
+        }
+        TunnelError::Tls(error) => Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS: {error}")),
+        error => Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", error.to_string()),
+    })?;
+    let identity = peer_identity(accepted.peer_certificates());
+    let identity = identity.map_err(|e| Failure::new(ResponseFlag::TlsFailure, "handshake", e.to_string()))?;
+    Ok((accepted, own, identity))
+}
+
+async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming, open: OpenConnection) {
+    let work = tunnel.worker.shared.shutdown.work();
+    let mut flow = Flow::new(
+        Direction::Inbound,
+        Protocol::Hbone,
+        tunnel.pod.uid.clone(),
+        tunnel.client,
+        SocketAddr::new(tunnel.local, 0),
+    );
+    let opened = Box::pin(establish(&tunnel, incoming, &mut flow));
+    let telemetry = &tunnel.worker.shared.telemetry;
+    match opened.await {
+        Ok((app, established)) => {
+            let connection = telemetry.open(flow);
+            tokio::task::spawn_local(carry(tunnel, app, established, connection, open, work));
+        }
+        Err(failure) => telemetry.failed(&flow, &failure),
+    }
+}
+
+async fn carry(
+    tunnel: Rc<Tunnel>,
+    app: TcpStream,
+    established: Established,
+    connection: Connection,
+    _open: OpenConnection,
+    _work: crate::lifecycle::Work,
+) {
+    let Established { send, recv, count: _count } = established;
+    let half_close = tunnel.worker.shared.config.timeouts.half_close;
+    drop(tunnel);
+    let meter = Count { connection: &connection, local: Side::Server };
+    let carried =
+        TunnelRelay { app: Resetting::new(app), app_side: Side::Server, send, recv, meter: &meter, half_close };
+    let outcome = relay(&connection, carried.run()).await;
+    connection.finish(&outcome);
+}
+
+/// A refusal: what the peer is answered, and what the log says.
+struct Refusal {
+    status: StatusCode,
+    failure: Failure,
+}
+
+impl Refusal {
+    fn new(status: StatusCode, flag: ResponseFlag, step: &'static str, text: impl Into<String>) -> Self {
+        Self { status, failure: Failure::new(flag, step, text.into()) }
+    }
+}
+
+async fn establish(
+    tunnel: &Rc<Tunnel>,
+    incoming: Incoming,
+    flow: &mut Flow,
+) -> Result<(TcpStream, Established), Failure> {
+    describe(tunnel, &incoming, flow);
+    match reach(tunnel, &incoming, flow).await {
+        Ok(app) => {
+            let baggage = hbone::baggage_of(&tunnel.own);
+            let answered = incoming.accept(baggage).map_err(|e| {
+                Failure::new(ResponseFlag::Connect, "connect", format!("the peer left before the answer: {e}"))
+            })?;
+            Ok((app, answered))
+        }
+        Err(Refusal { status, failure }) => {
+            incoming.refuse(status, &failure.text);
+            Err(failure)
+        }
+    }
+}
+
+/// Judges a CONNECT and dials the app.
+async fn reach(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) -> Result<TcpStream, Refusal> {
+    let request = &incoming.request;
+    if request.method() != Method::CONNECT {
+        let text = format!("method {} instead of CONNECT", request.method());
+        return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
+    }
+    let authority = request.uri().authority().map(|a| a.as_str()).unwrap_or_default();
+    let address = match hbone::Authority::parse(authority) {
+        Some(hbone::Authority::Address(address)) => address,
+        Some(hbone::Authority::Host(host, port)) => {
+            flow.authority = Some(Authority::Name(host.as_str().into(), port));
+            let text = format!("authority {host}:{port}: host names are taken from other networks only");
+            return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
+        }
+        None => {
+            let shown: String = authority.chars().take(128).collect();
+            let text = format!("authority {shown:?} is not address:port");
+            return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
+        }
+    };
+    flow.authority = Some(Authority::Address(address));
+    if address.ip() != tunnel.local {
+        let text = format!("authority {address} is not this pod, which is {}", tunnel.local);
+        return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
+    }
+    flow.dst = address;
+    if ILLEGAL_PORTS.contains(&address.port()) {
+        let text = format!("port {} is the proxy's own", address.port());
+        return Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, ResponseFlag::Connect, "connect", text));
+    }
+    judge(&tunnel.worker, &tunnel.pod, Some(&tunnel.identity), tunnel.client.ip(), address)
+        .map_err(|failure| Refusal { status: StatusCode::UNAUTHORIZED, failure })?;
+    // The client's own port is a hint for ours; nothing depends on it.
+    let port = hbone::read_forwarded(request.headers()).0.map_or(0, |from| from.port());
+    let client = SocketAddr::new(tunnel.client.ip(), port);
+    dial(&tunnel.worker, &tunnel.pod, client, address)
+        .await
+        .map_err(|failure| Refusal { status: StatusCode::SERVICE_UNAVAILABLE, failure })
+}
+
+/// Whether the policies let a connection to the pod pass; the workload's record is the present one.
+pub fn judge(
+    worker: &Worker,
+    pod: &Pod,
+    identity: Option<&Identity>,
+    source: IpAddr,
+    destination: SocketAddr,
+) -> Result<(), Failure> {
+    let mesh = worker.shared.mesh.load();
+    let Some(own) = mesh.local_workload(&pod.namespace, &pod.name, &pod.service_account) else {
+        return Err(Failure::new(ResponseFlag::Deny, "policy", "denied: the pod's own record is gone"));
+    };
+    let applicable = mesh.policies_for(own);
+    let connection = policy::Connection { identity, source, destination };
+    let verdict = evaluate(&applicable.policies, &applicable.unknown, &connection);
+    if verdict.is_allowed() { Ok(()) } else { Err(Failure::new(ResponseFlag::Deny, "policy", verdict.to_string())) }
+}
+
+/// Reaches the app with the client's address. A pod that calls itself keeps its own.
+pub async fn dial(worker: &Worker, pod: &Pod, client: SocketAddr, app: SocketAddr) -> Result<TcpStream, Failure> {
+    let tcp = &worker.shared.tcp;
+    let dialled = if client.ip() == app.ip() || hbone::is_unusable(client.ip()) || client.is_ipv4() != app.is_ipv4() {
+        tcp.dial(&pod.netns, !pod.by_ebpf, app).await
+    } else {
+        let maps = worker.shared.maps.load();
+        let pass = maps.as_ref().filter(|_| pod.by_ebpf).map(|m| m.pass.clone());
+        tcp.dial_app(&pod.netns, pass.as_ref(), client, app).await
+    };
+    dialled.map_err(|e| Failure::new(ResponseFlag::Connect, "dial", format!("dialling the app at {app}: {e}")))
+}
+
+fn describe(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) {
+    let mesh = tunnel.worker.shared.mesh.load();
+    let address = NetworkAddress { network: tunnel.own.network.clone(), address: tunnel.client.ip() };
+    // A record counts only if it fits the identity that was proved.
+    let workload = mesh.workload_at(&address).filter(|w| w.identity() == tunnel.identity).cloned();
+    let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(incoming.request.headers()))));
+    flow.source = Peer { workload, claims, identity: Some(tunnel.identity.clone()) };
+    flow.destination = Peer::of(Some(tunnel.own.clone()), Some(tunnel.own.identity()));
+    // Only a service that the pod really backs.
+    let (_, host) = hbone::read_forwarded(incoming.request.headers());
+    let backed = tunnel.own.services.iter().filter_map(|s| mesh.service(&s.service));
+    flow.service = match host {
+        Some(host) => backed.clone().find(|s| *s.hostname == *host).cloned(),
+        None => None,
+    }
+    .or_else(|| backed.clone().next().cloned());
+}
+
+fn claims(baggage: &Baggage) -> PeerClaims {
+    let text = |value: &Option<String>| PeerClaims::value(value.as_deref().unwrap_or_default());
+    PeerClaims {
+        cluster: text(&baggage.cluster),
+        namespace: text(&baggage.namespace),
+        workload: text(&baggage.workload),
+        canonical_service: text(&baggage.service),
+        canonical_revision: text(&baggage.revision),
+        region: text(&baggage.region),
+        zone: text(&baggage.zone),
+    }
+}
+
+/// Ports that lead to the proxy itself.
+pub const ILLEGAL_PORTS: [u16; 3] = [ebpf::OUTBOUND_PORT, ebpf::PLAINTEXT_PORT, ebpf::HBONE_PORT];

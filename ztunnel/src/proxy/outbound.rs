@@ -1,0 +1,300 @@
+//! A connection that an app of a pod has opened.
+//!
+//! Must never send anything in the clear to a peer that speaks HBONE: without an identity, a record or a waypoint the
+//! app gets a reset and the log the reason.
+
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use http::{Method, Uri};
+use socket2::SockRef;
+use tokio::net::TcpStream;
+
+use super::finish::{Count, relay};
+use super::relay::{PlainRelay, Resetting, Side, TunnelRelay};
+use super::route::{Hop, HopKind, route};
+use super::state::{Phase, Pod};
+use super::worker::{Counted, Worker};
+use crate::capture::sockets::redirected_from;
+use crate::discovery::Need;
+use crate::hbone::{self, Dialled, OpenError, PoolKey, Stream, StreamError, TlsError, TunnelError};
+use crate::identity::{Identity, describe_tls_error};
+use crate::mesh::{NetworkAddress, Workload};
+use crate::random;
+use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
+
+/// Serves a connection to its end.
+pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: SocketAddr, _counted: Counted) {
+    let _open = pod.count();
+    let _work = worker.shared.shutdown.work();
+    let app = Resetting::new(app);
+    let dialled = match dialled(&worker, &pod, &app, client) {
+        Ok(dialled) => dialled,
+        Err(failure) => {
+            let flow = Flow::new(Direction::Outbound, Protocol::Tcp, pod.uid.clone(), client, client);
+            worker.shared.telemetry.failed(&flow, &failure);
+            return;
+        }
+    };
+    let mut flow = Flow::new(Direction::Outbound, Protocol::Tcp, pod.uid.clone(), client, dialled);
+    flow.original_dst = Some(dialled);
+    // Large futures stand on the heap while they are needed: a relay that idles is small.
+    let established = Box::pin(async {
+        tokio::select! {
+            biased;
+            () = pod.reached(Phase::Gone) => {
+                Err(Failure::new(ResponseFlag::Connect, "source", super::finish::gone().to_string()))
+            }
+            result = establish(&worker, &pod, dialled, &mut flow) => result,
+        }
+    });
+    let upstream = match established.await {
+        Ok(upstream) => upstream,
+        Err(failure) => {
+            worker.shared.telemetry.failed(&flow, &failure);
+            return;
+        }
+    };
+    let busy = upstream.busy;
+    let connection = worker.shared.telemetry.open(flow);
+    tokio::task::spawn_local(carry(worker, pod, app, upstream.link, connection, busy, _counted, _open, _work));
+}
+
+#[allow(clippy::too_many_arguments)]
+async fn carry(
+    worker: Rc<Worker>,
+    _pod: Arc<Pod>,
+    app: Resetting,
+    link: Link,
+    connection: crate::telemetry::Connection,
+    _busy: Option<Busy>,
+    _counted: Counted,
+    _open: super::state::OpenConnection,
+    _work: crate::lifecycle::Work,
+) {
+    let half_close = worker.shared.config.timeouts.half_close;
+    drop(worker);
+    let meter = Count { connection: &connection, local: Side::Client };
+    let outcome = match link {
+        Link::Plain(server) => {
+            let plain = PlainRelay { client: app, server: Resetting::new(server), meter: &meter, half_close };
+            relay(&connection, plain.run()).await
+        }
+        Link::Tunnel(stream) => {
+            let Stream { send, recv, headers: _, count: _count } = *stream;
+            let tunnel = TunnelRelay { app, app_side: Side::Client, send, recv, meter: &meter, half_close };
+            relay(&connection, tunnel.run()).await
+        }
+    };
+    connection.finish(&outcome);
+}
+
+/// A way to the server.
+struct Upstream {
+    link: Link,
+    busy: Option<Busy>,
+}
+
+enum Link {
+    Plain(TcpStream),
+    Tunnel(Box<Stream>),
+}
+
+/// What the app dialled: from the agent's map, or as iptables know it.
+fn dialled(worker: &Worker, pod: &Pod, app: &Resetting, client: SocketAddr) -> Result<SocketAddr, Failure> {
+    let fail = |text: String| Failure::new(ResponseFlag::Connect, "source", text);
+    let direct = || fail(format!("{client} dialled the capture port itself, or its destination was not kept"));
+    if !pod.by_ebpf {
+        let own = app.socket().local_addr().map_err(|e| fail(format!("the connection's own address: {e}")))?;
+        let to = redirected_from(SockRef::from(app.socket())).ok_or_else(direct)?;
+        if to.port() == own.port() && to.ip() == own.ip().to_canonical() {
+            return Err(direct());
+        }
+        return Ok(to);
+    }
+    let maps = worker.shared.maps.load();
+    let maps = maps.as_ref().ok_or_else(|| fail("the agent has not handed over its maps".into()))?;
+    let found = maps.orig_dst.take(pod.netns.cookie(), client);
+    found.map_err(|e| fail(format!("reading the original destination of {client}: {e}")))?.ok_or_else(direct)
+}
+
+async fn establish(
+    worker: &Rc<Worker>,
+    pod: &Arc<Pod>,
+    dialled: SocketAddr,
+    flow: &mut Flow,
+) -> Result<Upstream, Failure> {
+    let shared = &worker.shared;
+    let source = shared.own_workload(pod).await?;
+    flow.source = Peer::of(Some(source.clone()), None);
+    let address = NetworkAddress { network: source.network.clone(), address: dialled.ip() };
+    match shared.discovery.need(&address).await {
+        Need::Known | Need::Unknown | Need::Outside => {}
+        Need::Unreachable(reason) => return Err(Failure::new(ResponseFlag::Connect, "destination", reason)),
+    }
+    let mut tried: Vec<Arc<str>> = Vec::new();
+    loop {
+        let load = |w: &Workload| worker.busy.borrow().get(&w.uid).copied().unwrap_or(0);
+        let hop = route(&shared.mesh.load(), &source, dialled, &tried, load)?;
+        let identity = source.identity();
+        describe(flow, &hop, &identity);
+        let workload = hop.workload.clone();
+        let is_service = hop.service.is_some();
+        let busy = workload.as_ref().map(|w| Busy::new(worker, w.uid.clone()));
+        let failure = match connect(worker, pod, &source, hop, flow).await {
+            Ok(link) => return Ok(Upstream { link, busy }),
+            Err(failure) => failure,
+        };
+        // Nothing of the app's has been sent: another endpoint may do better. What a policy denied stays denied.
+        let Some(workload) = workload.filter(|_| is_service && failure.flag != ResponseFlag::Deny) else {
+            return Err(failure);
+        };
+        tried.push(workload.uid.clone());
+        let more = tried.len() < ENDPOINT_TRIES && route(&shared.mesh.load(), &source, dialled, &tried, |_| 0).is_ok();
+        if !more {
+            return Err(failure);
+        }
+        tracing::debug!(pod = pod.name, endpoint = &*workload.uid, reason = %failure, "trying another endpoint");
+    }
+}
+
+/// Puts into the flow what is known of a hop before it is tried.
+fn describe(flow: &mut Flow, hop: &Hop, identity: &Identity) {
+    flow.service.clone_from(&hop.service);
+    flow.destination = Peer::of(hop.workload.clone(), None);
+    match &hop.kind {
+        HopKind::Tcp(to) => {
+            flow.protocol = Protocol::Tcp;
+            flow.dst = *to;
+            flow.authority = None;
+            flow.source.identity = None;
+        }
+        HopKind::Hbone { tunnel, authority, .. } => {
+            flow.protocol = Protocol::Hbone;
+            flow.dst = *tunnel;
+            flow.authority = Some(Authority::Address(*authority));
+            flow.source.identity = Some(identity.clone());
+            flow.destination.identity = hop.workload.as_ref().map(|w| w.identity());
+        }
+    }
+}
+
+async fn connect(
+    worker: &Rc<Worker>,
+    pod: &Arc<Pod>,
+    source: &Workload,
+    hop: Hop,
+    flow: &Flow,
+) -> Result<Link, Failure> {
+    let shared = &worker.shared;
+    let (tunnel, authority, expected) = match hop.kind {
+        HopKind::Tcp(to) => {
+            let dial = shared.tcp.dial(&pod.netns, !pod.by_ebpf, to).await;
+            let socket =
+                dial.map_err(|e| Failure::new(ResponseFlag::Connect, "dial", format!("dialling {to}: {e}")))?;
+            return Ok(Link::Plain(socket));
+        }
+        HopKind::Hbone { tunnel, authority, expected } => (tunnel, authority, expected),
+    };
+    let workload = hop.workload.as_ref().map(|w| w.uid.clone()).unwrap_or_else(|| "".into());
+    let key = PoolKey { pod: pod.uid.clone(), workload, address: tunnel, expected };
+    let identity = source.identity();
+    let uri = Uri::builder().authority(authority.to_string()).build();
+    let uri = uri.map_err(|e| Failure::new(ResponseFlag::Connect, "connect", format!("authority {authority}: {e}")))?;
+    let request = || request(&uri, source, flow);
+    let dial = || async {
+        let certificate = shared
+            .certificates
+            .wait(&identity, shared.config.timeouts.certificate)
+            .await
+            .map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
+        let socket = shared.tcp.dial(&pod.netns, !pod.by_ebpf, tunnel).await.map_err(|e| no_tunnel(tunnel, &e))?;
+        Ok(Dialled { socket, config: certificate.client_config(&key.expected) })
+    };
+    match worker.pool.stream(&key, request, dial).await {
+        Ok(stream) => Ok(Link::Tunnel(Box::new(stream))),
+        Err(error) => Err(not_opened(error, tunnel, authority)),
+    }
+}
+
+fn request(uri: &Uri, source: &Workload, flow: &Flow) -> http::Request<()> {
+    let mut request = http::Request::new(());
+    *request.method_mut() = Method::CONNECT;
+    *request.uri_mut() = uri.clone();
+    let headers = request.headers_mut();
+    if let Some(baggage) = hbone::baggage_of(source) {
+        headers.insert(hbone::BAGGAGE, baggage);
+    }
+    if let Some(forwarded) = hbone::forwarded(flow.src, flow.service.as_ref().map(|s| &*s.hostname)) {
+        headers.insert(hbone::FORWARDED, forwarded);
+    }
+    let (a, b, c) = (random::next_u64(), random::next_u64(), random::next_u64());
+    if let Ok(trace) = format!("00-{a:016x}{b:016x}-{c:016x}-00").parse() {
+        headers.insert(hbone::TRACEPARENT, trace);
+    }
+    request
+}
+
+fn no_tunnel(to: SocketAddr, error: &io::Error) -> Failure {
+    if error.kind() == io::ErrorKind::TimedOut {
+        let text = format!("dialling HBONE at {to}: {error}; does a NetworkPolicy forbid port {}?", to.port());
+        return Failure::new(ResponseFlag::NetworkPolicy, "dial", text);
+    }
+    Failure::new(ResponseFlag::Connect, "dial", format!("dialling HBONE at {to}: {error}"))
+}
+
+fn not_opened(error: OpenError<Failure>, tunnel: SocketAddr, authority: SocketAddr) -> Failure {
+    match error {
+        OpenError::Dial(failure) => failure,
+        OpenError::Tunnel(TunnelError::Tls(error)) => {
+            let reason = match error {
+                TlsError::Protocol(error) => describe_tls_error(&io::Error::other(error)),
+                other => other.to_string(),
+            };
+            Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS with {tunnel}: {reason}"))
+        }
+        OpenError::Tunnel(error) => {
+            Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", format!("{tunnel} did not take HBONE: {error}"))
+        }
+        OpenError::Stream(StreamError::Refused { status, reason }) => {
+            let flag =
+                if status == http::StatusCode::UNAUTHORIZED { ResponseFlag::Deny } else { ResponseFlag::Connect };
+            let reason = reason.map(|r| format!(": {r}")).unwrap_or_default();
+            let text = format!("{tunnel} refused CONNECT {authority} with status {}{reason}", status.as_u16());
+            Failure::new(flag, "connect", text)
+        }
+        OpenError::Stream(error) => {
+            Failure::new(ResponseFlag::Connect, "connect", format!("CONNECT {authority} at {tunnel}: {error}"))
+        }
+    }
+}
+
+/// Counts a connection of this worker to a workload, for the choice of endpoints.
+struct Busy {
+    worker: Rc<Worker>,
+    uid: Arc<str>,
+}
+
+impl Busy {
+    fn new(worker: &Rc<Worker>, uid: Arc<str>) -> Self {
+        *worker.busy.borrow_mut().entry(uid.clone()).or_default() += 1;
+        Self { worker: worker.clone(), uid }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        let mut busy = self.worker.busy.borrow_mut();
+        if let Some(count) = busy.get_mut(&self.uid) {
+            *count -= 1;
+            if *count == 0 {
+                busy.remove(&self.uid);
+            }
+        }
+    }
+}
+
+/// Endpoints that are tried for one connection.
+const ENDPOINT_TRIES: usize = 3;

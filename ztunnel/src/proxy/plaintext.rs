@@ -1,0 +1,87 @@
+//! Connections to a pod that come in the clear.
+//!
+//! Must never let a byte reach the app before the policies have been judged without an identity.
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use socket2::SockRef;
+use tokio::net::TcpStream;
+
+use super::finish::{Count, relay};
+use super::inbound::{ILLEGAL_PORTS, dial, judge};
+use super::relay::{PlainRelay, Resetting, Side};
+use super::state::{OpenConnection, Phase, Pod};
+use super::worker::{Counted, Worker};
+use crate::capture::sockets::redirected_from;
+use crate::mesh::NetworkAddress;
+use crate::telemetry::Connection;
+use crate::telemetry::flow::{Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
+
+/// Serves a connection to its end.
+pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr, counted: Counted) {
+    let open = pod.count();
+    let work = worker.shared.shutdown.work();
+    let Ok(local) = socket.local_addr() else { return };
+    let redirected = if pod.by_ebpf { None } else { redirected_from(SockRef::from(&socket)) };
+    let local = redirected.unwrap_or(SocketAddr::new(local.ip().to_canonical(), local.port()));
+    let client_socket = Resetting::new(socket);
+    let mut flow = Flow::new(Direction::Inbound, Protocol::Tcp, pod.uid.clone(), client, local);
+    let reached = Box::pin(async {
+        tokio::select! {
+            biased;
+            () = pod.reached(Phase::Gone) => {
+                Err(Failure::new(ResponseFlag::Connect, "source", super::finish::gone().to_string()))
+            }
+            result = reach(&worker, &pod, client, local, &mut flow) => result,
+        }
+    });
+    match reached.await {
+        Ok(app) => {
+            let connection = worker.shared.telemetry.open(flow);
+            tokio::task::spawn_local(carry(worker, client_socket, app, connection, counted, open, work));
+        }
+        Err(failure) => worker.shared.telemetry.failed(&flow, &failure),
+    }
+}
+
+async fn carry(
+    worker: Rc<Worker>,
+    client: Resetting,
+    app: TcpStream,
+    connection: Connection,
+    _counted: Counted,
+    _open: OpenConnection,
+    _work: crate::lifecycle::Work,
+) {
+    let half_close = worker.shared.config.timeouts.half_close;
+    drop(worker);
+    let meter = Count { connection: &connection, local: Side::Server };
+    let plain = PlainRelay { client, server: Resetting::new(app), meter: &meter, half_close };
+    let outcome = relay(&connection, plain.run()).await;
+    connection.finish(&outcome);
+}
+
+async fn reach(
+    worker: &Worker,
+    pod: &Pod,
+    client: SocketAddr,
+    local: SocketAddr,
+    flow: &mut Flow,
+) -> Result<TcpStream, Failure> {
+    let own = worker.shared.own_workload(pod).await?;
+    {
+        let mesh = worker.shared.mesh.load();
+        let address = NetworkAddress { network: own.network.clone(), address: client.ip() };
+        flow.source = Peer::of(mesh.workload_at(&address).cloned(), None);
+        flow.service = own.services.iter().find_map(|s| mesh.service(&s.service)).cloned();
+        flow.destination = Peer::of(Some(own), None);
+    }
+    if ILLEGAL_PORTS.contains(&local.port()) {
+        let text = format!("port {} is the proxy's own", local.port());
+        return Err(Failure::new(ResponseFlag::Connect, "destination", text));
+    }
+    judge(worker, pod, None, client.ip(), local)?;
+    dial(worker, pod, client, local).await
+}

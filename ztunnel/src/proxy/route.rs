@@ -1,0 +1,157 @@
+//! Where an outbound connection goes: a pure function of the mesh and what the app dialled.
+//!
+//! Must never choose plaintext for a peer that speaks HBONE, nor go round a waypoint that is named.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use crate::identity::Identity;
+use crate::mesh::{
+    Chosen, Destination, Gateway, GatewayAddress, LoadBalancingMode, NetworkAddress, NoEndpoint, Request, Service,
+    Snapshot, TunnelProtocol, Workload,
+};
+use crate::random;
+use crate::telemetry::flow::{Failure, ResponseFlag};
+
+/// The next hop of a connection.
+#[derive(Debug, Clone)]
+pub struct Hop {
+    pub kind: HopKind,
+    /// What is known of the other end.
+    pub workload: Option<Arc<Workload>>,
+    /// The service that the app addressed.
+    pub service: Option<Arc<Service>>,
+}
+
+#[derive(Debug, Clone)]
+pub enum HopKind {
+    /// Plain TCP to this address.
+    Tcp(SocketAddr),
+    /// A stream to `authority` on a tunnel to `tunnel`.
+    Hbone { tunnel: SocketAddr, authority: SocketAddr, expected: Vec<Identity> },
+}
+
+/// The hop for a connection of `source` to `dialled`. `tried` are workloads that could not be reached; `load` says how
+/// busy a workload is.
+pub fn route(
+    mesh: &Snapshot,
+    source: &Workload,
+    dialled: SocketAddr,
+    tried: &[Arc<str>],
+    load: impl Fn(&Workload) -> u64,
+) -> Result<Hop, Failure> {
+    let address = NetworkAddress { network: source.network.clone(), address: dialled.ip() };
+    if let Some(service) = mesh.service_at(&source.namespace, &address) {
+        let service = service.clone();
+        if let Some(waypoint) = waypoint_of(&service) {
+            return through_waypoint(mesh, source, waypoint, dialled, Some(service.clone()), tried, load);
+        }
+        if service.load_balancing.mode == LoadBalancingMode::Passthrough {
+            let workload = mesh.workload_at(&address).cloned();
+            return Ok(Hop { kind: HopKind::Tcp(dialled), workload, service: Some(service) });
+        }
+        let request = Request { service: &service, port: dialled.port(), source, dialled: dialled.ip(), tried };
+        let Chosen { workload, address } = mesh.choose(&request, load).map_err(no_endpoint)?;
+        return Ok(to_workload(workload, address, Some(service)));
+    }
+    let Some(workload) = mesh.workload_at(&address) else {
+        return Ok(Hop { kind: HopKind::Tcp(dialled), workload: None, service: None });
+    };
+    if let Some(waypoint) = &workload.waypoint
+        && !is_waypoint(mesh, waypoint, source)
+    {
+        return through_waypoint(mesh, source, waypoint, dialled, None, tried, load);
+    }
+    Ok(to_workload(workload.clone(), dialled, None))
+}
+
+fn to_workload(workload: Arc<Workload>, address: SocketAddr, service: Option<Arc<Service>>) -> Hop {
+    let kind = match workload.protocol {
+        TunnelProtocol::None => HopKind::Tcp(address),
+        TunnelProtocol::Hbone => HopKind::Hbone {
+            tunnel: SocketAddr::new(address.ip(), ebpf::HBONE_PORT),
+            authority: address,
+            expected: expected(&workload, service.as_deref()),
+        },
+    };
+    Hop { kind, workload: Some(workload), service }
+}
+
+/// Who may answer: the workload itself, or a name that the service allows beside it.
+fn expected(workload: &Workload, service: Option<&Service>) -> Vec<Identity> {
+    let mut expected = vec![workload.identity()];
+    expected.extend(service.into_iter().flat_map(|s| s.subject_alt_names.iter().cloned()));
+    expected
+}
+
+fn waypoint_of(service: &Service) -> Option<&GatewayAddress> {
+    let total: u64 = service.weighted_waypoints.iter().map(|w| u64::from(w.weight)).sum();
+    if total == 0 {
+        return service.waypoint.as_ref();
+    }
+    let mut at = random::below(total);
+    let drawn = service.weighted_waypoints.iter().find(|w| {
+        let weight = u64::from(w.weight);
+        let here = at < weight;
+        at = at.saturating_sub(weight);
+        here
+    });
+    drawn.map(|w| &w.destination).or(service.waypoint.as_ref())
+}
+
+/// A waypoint is named: the connection goes there or nowhere.
+fn through_waypoint(
+    mesh: &Snapshot,
+    source: &Workload,
+    waypoint: &GatewayAddress,
+    dialled: SocketAddr,
+    service: Option<Arc<Service>>,
+    tried: &[Arc<str>],
+    load: impl Fn(&Workload) -> u64,
+) -> Result<Hop, Failure> {
+    let (workload, ip, expected) = match mesh.gateway(waypoint) {
+        Some(Gateway::Workload(workload)) => {
+            let ip = address_for(&workload, dialled.ip()).ok_or_else(|| no_waypoint(waypoint, "it has no address"))?;
+            let expected = expected(&workload, None);
+            (workload, ip, expected)
+        }
+        Some(Gateway::Service(gateway)) => {
+            let request =
+                Request { service: &gateway, port: waypoint.hbone_port, source, dialled: dialled.ip(), tried };
+            let chosen = mesh.choose(&request, load).map_err(|e| no_waypoint(waypoint, &e.to_string()))?;
+            let expected = expected(&chosen.workload, Some(&gateway));
+            (chosen.workload, chosen.address.ip(), expected)
+        }
+        None => return Err(no_waypoint(waypoint, "it is not known")),
+    };
+    let tunnel = SocketAddr::new(ip, waypoint.hbone_port);
+    Ok(Hop { kind: HopKind::Hbone { tunnel, authority: dialled, expected }, workload: Some(workload), service })
+}
+
+/// Whether the client is an instance of that waypoint itself.
+fn is_waypoint(mesh: &Snapshot, waypoint: &GatewayAddress, source: &Workload) -> bool {
+    match mesh.gateway(waypoint) {
+        Some(Gateway::Workload(workload)) => workload.uid == source.uid,
+        Some(Gateway::Service(service)) => {
+            mesh.members(&service).iter().any(|w| w.uid == source.uid && w.identity() == source.identity())
+        }
+        None => false,
+    }
+}
+
+fn address_for(workload: &Workload, dialled: IpAddr) -> Option<IpAddr> {
+    let same = workload.addresses.iter().find(|ip| ip.is_ipv4() == dialled.is_ipv4());
+    same.or(workload.addresses.first()).copied()
+}
+
+fn no_endpoint(error: NoEndpoint) -> Failure {
+    Failure::new(ResponseFlag::Connect, "destination", error.to_string())
+}
+
+fn no_waypoint(waypoint: &GatewayAddress, reason: &str) -> Failure {
+    let name = match &waypoint.destination {
+        Destination::Hostname(name) => format!("{}/{}", name.namespace, name.hostname),
+        Destination::Address(address) => format!("{}/{}", address.network, address.address),
+    };
+    Failure::new(ResponseFlag::Connect, "destination", format!("waypoint {name} cannot be used: {reason}"))
+}

@@ -1,0 +1,255 @@
+//! The proxy process: puts its parts together, starts them, and ends them in order.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::config::ProxyConfig;
+use super::dump::{MeshDump, certificates};
+use super::pods::Pods;
+use super::state::{Phase, Shared};
+use super::worker;
+use crate::discovery::{Discovery, DiscoverySettings};
+use crate::identity::{
+    CaClient, CaClientSettings, ControlPlane, ControlPlaneAddress, RootSource, Store, StoreSettings, TokenSource,
+    TrustSettings,
+};
+use crate::lifecycle::{Readiness, Shutdown, Watchdog};
+use crate::mesh::{Mesh, TunnelProtocol};
+use crate::telemetry::Telemetry;
+use crate::telemetry::admin::{admin_pages, readiness_pages};
+use crate::telemetry::config_dump::{Pod as PodDump, Sources};
+use crate::telemetry::flow::CloseReason;
+use crate::telemetry::http::{BindError, Router, Server};
+use crate::telemetry::log::Logging;
+use crate::telemetry::metrics::Metrics;
+use crate::zds;
+
+/// Why the proxy does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum ProxyError {
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    #[error("cannot {step}: {source}")]
+    Io { step: &'static str, source: io::Error },
+}
+
+/// Runs the proxy to its end. `logging` has been started.
+pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
+    let failed = |step| move |source| ProxyError::Io { step, source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(failed("start the runtime"))?;
+    runtime.block_on(async {
+        let limits = config.limits;
+        let readiness = Readiness::new();
+        let watchdog = Watchdog::new(STUCK);
+        let shutdown = Shutdown::new();
+        let metrics = Metrics::new();
+        let telemetry = Telemetry::new(&metrics, config.telemetry.series_max as usize, config.telemetry.series_idle);
+        let mesh = Mesh::new(&config.node.node_name);
+        let discovery = Discovery::start(xds(&config), discovery_settings(&config), mesh.clone());
+        let authority = CaClient::new(ca(&config), ca_settings(&config), Arc::new(TrustSettings::default()));
+        let store = Store::start(Arc::new(authority), StoreSettings::default());
+        tokio::spawn(prefetch(mesh.clone(), store.clone()));
+
+        let admin = Server::bind("admin", config.listen.admin_addr)?;
+        let metrics_server = Server::bind("metrics", config.listen.metrics_addr)?;
+        let readiness_server = Server::bind("readiness", config.listen.readiness_addr)?;
+        let drain = config.timeouts.drain;
+        let dumped = serde_json::to_value(&config).unwrap_or_default();
+        let socket = config.zds_socket.clone();
+        let shared =
+            Shared::new(config, mesh.clone(), discovery.clone(), store.clone(), telemetry.clone(), shutdown.clone());
+        worker::start(&shared, &watchdog).map_err(failed("start the workers"))?;
+
+        let client = zds::Client::new(zds::ClientConfig::new(socket));
+        let agent = client.status();
+        readiness.asked("proxy workload manager", move || {
+            let status = *agent.borrow();
+            status.connected && status.snapshot && status.pending == 0
+        });
+        let synced = discovery.clone();
+        readiness.asked("state manager", move || synced.is_synced());
+        register(&metrics, &shared, &logging);
+
+        let pods_of = shared.clone();
+        let sources = Sources {
+            model: Box::new(move || Box::new(MeshDump(mesh.load_full()))),
+            certificates: Box::new(move || certificates(&store)),
+            pods: Box::new(move || pods(&pods_of)),
+            telemetry: telemetry.clone(),
+            config: dumped,
+        };
+        let never = std::future::pending::<()>;
+        tokio::spawn(admin.serve(admin_pages(sources, logging.clone(), shutdown.clone()), never()));
+        tokio::spawn(metrics_server.serve(metrics.pages(Router::new()), never()));
+        tokio::spawn(readiness_server.serve(readiness_pages(readiness, watchdog), never()));
+        let manager = Pods { shared: shared.clone(), runtime: tokio::runtime::Handle::current() };
+        tokio::spawn(async move { client.run(Arc::new(manager)).await });
+        let signals = shutdown.clone();
+        let last_lines = logging.clone();
+        tokio::spawn(async move {
+            if let Err(error) = signals.on_signals(|| last_lines.flush(LOG_FLUSH)).await {
+                tracing::error!(%error, "signals cannot be received: only quitquitquit stops this proxy in order");
+            }
+        });
+        tracing::info!(threads = shared.config.threads, stream_window = limits.stream_window, "the proxy runs");
+
+        let why = shutdown.ordered().await;
+        let all: Vec<_> = shared.pods().values().cloned().collect();
+        for pod in all {
+            pod.advance(Phase::Leaving);
+        }
+        let drained = shutdown.drained(drain).await;
+        for connection in telemetry.connections() {
+            connection.close(CloseReason::DrainDeadline);
+        }
+        shutdown.drained(LAST_LINES).await;
+        tracing::info!(why, ?drained, "the proxy ends");
+        logging.flush(LOG_FLUSH);
+        Ok(())
+    })
+}
+
+fn xds(config: &ProxyConfig) -> ControlPlane {
+    let control = &config.control;
+    ControlPlane {
+        setting: "XDS_ADDRESS",
+        address: address(&control.xds_address),
+        roots: roots(&control.xds_root),
+        alternate_name: control.alt_xds_hostname.clone(),
+        token: Some(token(&control.auth_token)),
+        cluster_id: config.mesh.cluster_id().to_owned(),
+        headers: control.xds_headers.clone().into_iter().collect(),
+    }
+}
+
+fn ca(config: &ProxyConfig) -> ControlPlane {
+    let control = &config.control;
+    ControlPlane {
+        setting: "CA_ADDRESS",
+        address: address(&control.ca_address),
+        roots: roots(&control.ca_root),
+        alternate_name: control.alt_ca_hostname.clone(),
+        token: Some(token(&control.auth_token)),
+        cluster_id: config.mesh.cluster_id().to_owned(),
+        headers: control.ca_headers.clone().into_iter().collect(),
+    }
+}
+
+fn address(from: &super::config::Endpoint) -> ControlPlaneAddress {
+    ControlPlaneAddress { tls: from.tls, host: from.host.clone(), port: from.port }
+}
+
+fn roots(from: &super::config::RootSource) -> RootSource {
+    match from {
+        super::config::RootSource::File(path) => RootSource::File(path.clone()),
+        super::config::RootSource::System => RootSource::System,
+        super::config::RootSource::Inline(text) => RootSource::Pem(text.clone()),
+    }
+}
+
+fn token(from: &super::config::TokenSource) -> TokenSource {
+    match from {
+        super::config::TokenSource::File(path) => TokenSource::File(path.clone()),
+        super::config::TokenSource::Literal(text) => TokenSource::Literal(text.clone()),
+    }
+}
+
+fn ca_settings(config: &ProxyConfig) -> CaClientSettings {
+    CaClientSettings { lifetime: config.control.secret_ttl, ..CaClientSettings::default() }
+}
+
+fn discovery_settings(config: &ProxyConfig) -> DiscoverySettings {
+    DiscoverySettings {
+        pod_name: config.node.pod_name.clone(),
+        pod_namespace: config.node.pod_namespace.clone(),
+        instance_ip: config.node.instance_ip,
+        node_name: config.node.node_name.clone(),
+        cluster_id: config.mesh.cluster_id().to_owned(),
+        metadata: config.control.metadata.clone(),
+        on_demand: config.control.on_demand,
+        cluster_cidrs: config.mesh.cluster_cidrs.clone(),
+        wait: config.timeouts.on_demand,
+        ..DiscoverySettings::default()
+    }
+}
+
+/// Certificates for the node's pods are fetched before they are needed, and forgotten with the last pod.
+async fn prefetch(mesh: Arc<Mesh>, store: Store) {
+    let mut changes = mesh.changes();
+    let mut wanted = std::collections::HashSet::new();
+    loop {
+        let snapshot = mesh.load_full();
+        let local = snapshot.local_workloads();
+        let now: std::collections::HashSet<_> = local
+            .filter(|w| w.protocol == TunnelProtocol::Hbone && !w.native_tunnel && !w.host_network)
+            .map(|w| w.identity())
+            .collect();
+        drop(snapshot);
+        for identity in now.difference(&wanted) {
+            store.want(identity);
+        }
+        for identity in wanted.difference(&now) {
+            store.forget(identity);
+        }
+        wanted = now;
+        // The mesh lives as long as the process.
+        let _ = changes.changed().await;
+    }
+}
+
+fn pods(shared: &Shared) -> Vec<PodDump> {
+    let pods = shared.pods();
+    let dump = pods.values().map(|pod| PodDump {
+        uid: pod.uid.to_string(),
+        name: pod.name.clone(),
+        namespace: pod.namespace.clone(),
+        service_account: pod.service_account.clone(),
+        up: *pod.phase.borrow() == Phase::Serving,
+    });
+    dump.collect()
+}
+
+fn register(metrics: &Metrics, shared: &Arc<Shared>, logging: &Logging) {
+    let of = shared.clone();
+    metrics.gauge("workload_manager_active_proxy_count", "Pods that are served", move || of.pods().len() as f64);
+    let of = shared.clone();
+    metrics.gauges("understory_worker_connections", "Connections under way, by worker", move |samples| {
+        for (index, (connections, _)) in worker::loads(&of).into_iter().enumerate() {
+            samples.add(&[("worker", &index.to_string())], connections.into());
+        }
+    });
+    let of = shared.clone();
+    metrics.gauges("understory_worker_tunnels", "Tunnels from peers, by worker", move |samples| {
+        for (index, (_, tunnels)) in worker::loads(&of).into_iter().enumerate() {
+            samples.add(&[("worker", &index.to_string())], tunnels.into());
+        }
+    });
+    let of = shared.clone();
+    metrics.counter("understory_certificates_issued", "Certificates that the authority has issued to us", move || {
+        of.certificates.counters().issued.load(std::sync::atomic::Ordering::Relaxed)
+    });
+    let of = shared.clone();
+    metrics.counter("understory_certificates_failed", "Requests for certificates that failed", move || {
+        of.certificates.counters().failed.load(std::sync::atomic::Ordering::Relaxed)
+    });
+    let of = shared.clone();
+    metrics.gauge("understory_xds_connected", "1 while the discovery stream is open", move || {
+        f64::from(u8::from(of.discovery.status().connected))
+    });
+    let of = shared.clone();
+    metrics.gauge("understory_xds_progress_age_seconds", "Time since discovery last made progress", move || {
+        of.discovery.status().last_progress.map_or(-1.0, |at| at.elapsed().as_secs_f64())
+    });
+    let logging = logging.clone();
+    metrics.counter("understory_log_lines_lost", "Log lines dropped because nobody read them in time", move || {
+        logging.lost()
+    });
+}
+
+/// A worker that is silent for longer is stuck.
+const STUCK: Duration = Duration::from_secs(20);
+/// For the lines of connections that were cut at the end.
+const LAST_LINES: Duration = Duration::from_millis(500);
+const LOG_FLUSH: Duration = Duration::from_secs(1);

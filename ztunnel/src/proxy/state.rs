@@ -1,0 +1,184 @@
+//! What all threads of the proxy share, and what it knows of each pod.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use arc_swap::ArcSwapOption;
+use tokio::sync::watch;
+
+use super::config::ProxyConfig;
+use super::worker::WorkerHandle;
+use crate::capture::listeners::PodListeners;
+use crate::capture::maps::{OrigDstMap, PassMap};
+use crate::capture::netns::Netns;
+use crate::capture::sockets::TcpSettings;
+use crate::discovery::Discovery;
+use crate::hbone;
+use crate::identity::Store;
+use crate::lifecycle::Shutdown;
+use crate::mesh::{Mesh, Workload};
+use crate::telemetry::Telemetry;
+use crate::telemetry::flow::{Failure, ResponseFlag};
+
+/// Shared by all threads.
+pub struct Shared {
+    pub config: ProxyConfig,
+    pub hbone: hbone::Settings,
+    pub tcp: TcpSettings,
+    pub mesh: Arc<Mesh>,
+    pub discovery: Discovery,
+    pub certificates: Store,
+    pub telemetry: Arc<Telemetry>,
+    pub shutdown: Shutdown,
+    /// The agent's maps; nothing under an agent that captures in another way.
+    pub maps: ArcSwapOption<Maps>,
+    pods: Mutex<HashMap<String, Arc<Pod>>>,
+    pub workers: OnceLock<Vec<WorkerHandle>>,
+}
+
+#[derive(Debug)]
+pub struct Maps {
+    pub orig_dst: OrigDstMap,
+    pub pass: Arc<PassMap>,
+}
+
+/// A pod that is served.
+pub struct Pod {
+    pub uid: Arc<str>,
+    pub name: String,
+    pub namespace: String,
+    pub service_account: String,
+    pub netns: Netns,
+    pub listeners: PodListeners,
+    /// The agent captures with eBPF and has handed over the listeners; otherwise iptables redirect.
+    pub by_ebpf: bool,
+    pub phase: watch::Sender<Phase>,
+    /// Connections that are being set up or relayed.
+    pub open: AtomicU32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    Serving,
+    /// Peers are told to leave; what comes is still served.
+    Draining,
+    /// Nothing new is accepted; what is open may finish.
+    Leaving,
+    /// Everything is cut.
+    Gone,
+}
+
+/// Counts a connection of a pod.
+pub struct OpenConnection(Arc<Pod>);
+
+impl Shared {
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        config: ProxyConfig,
+        mesh: Arc<Mesh>,
+        discovery: Discovery,
+        certificates: Store,
+        telemetry: Arc<Telemetry>,
+        shutdown: Shutdown,
+    ) -> Arc<Self> {
+        let (limits, timeouts) = (&config.limits, &config.timeouts);
+        let hbone = hbone::Settings {
+            stream_window: limits.stream_window,
+            connection_window: limits.connection_window,
+            frame_size: limits.frame_size,
+            max_streams: limits.max_streams,
+            streams_per_tunnel: limits.pool_max_streams,
+            handshake_timeout: timeouts.handshake,
+            // The peer answers when it has reached the app.
+            response_timeout: timeouts.connect + timeouts.handshake,
+            ping_after: timeouts.ping_after,
+            dead_after: timeouts.ping_after + timeouts.ping_timeout,
+            idle_timeout: timeouts.tunnel_idle,
+        };
+        let tcp = TcpSettings {
+            connect_timeout: timeouts.connect,
+            keepalive_time: timeouts.keepalive_time,
+            keepalive_interval: timeouts.keepalive_interval,
+            user_timeout: timeouts.user_timeout,
+        };
+        Arc::new(Self {
+            hbone,
+            tcp,
+            mesh,
+            discovery,
+            certificates,
+            telemetry,
+            shutdown,
+            maps: ArcSwapOption::empty(),
+            pods: Mutex::default(),
+            workers: OnceLock::new(),
+            config,
+        })
+    }
+
+    pub fn pods(&self) -> MutexGuard<'_, HashMap<String, Arc<Pod>>> {
+        // Every change is one insert or remove: a panic leaves the table whole.
+        self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The record of a pod of this node; waits for it, within a bound.
+    pub async fn own_workload(&self, pod: &Pod) -> Result<Arc<Workload>, Failure> {
+        let find = || self.mesh.load().local_workload(&pod.namespace, &pod.name, &pod.service_account).cloned();
+        if let Some(workload) = find() {
+            return Ok(workload);
+        }
+        let limit = self.config.timeouts.own_workload;
+        let mut changes = self.mesh.changes();
+        let found = tokio::time::timeout(limit, async {
+            loop {
+                if let Some(workload) = find() {
+                    return workload;
+                }
+                // The mesh lives as long as we do.
+                let _ = changes.changed().await;
+            }
+        });
+        found.await.map_err(|_| {
+            Failure::new(
+                ResponseFlag::Connect,
+                "source",
+                format!(
+                    "no workload record for pod {}/{} with service account {} from the control plane within {limit:?}",
+                    pod.namespace, pod.name, pod.service_account
+                ),
+            )
+        })
+    }
+}
+
+impl Pod {
+    pub fn count(self: &Arc<Self>) -> OpenConnection {
+        self.open.fetch_add(1, Ordering::Relaxed);
+        OpenConnection(self.clone())
+    }
+
+    /// Moves on; never back.
+    pub fn advance(&self, to: Phase) {
+        self.phase.send_if_modified(|phase| {
+            let forward = to > *phase;
+            if forward {
+                *phase = to;
+            }
+            forward
+        });
+    }
+
+    /// Waits for a phase or a later one.
+    pub async fn reached(&self, phase: Phase) {
+        let mut phases = self.phase.subscribe();
+        // The sender lives as long as the pod.
+        let _ = phases.wait_for(|p| *p >= phase).await;
+    }
+}
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}

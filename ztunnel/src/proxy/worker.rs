@@ -1,0 +1,250 @@
+//! The worker threads: each a single-threaded runtime on which a connection, its tunnel and its place in the pool stay.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::LocalSet;
+
+use super::state::{Phase, Pod, Shared};
+use super::{inbound, outbound, plaintext};
+use crate::hbone::Pool;
+use crate::lifecycle::Watchdog;
+
+/// A worker as other threads see it.
+#[derive(Clone)]
+pub struct WorkerHandle {
+    jobs: mpsc::Sender<Job>,
+    load: Arc<AtomicU32>,
+    tunnels: Arc<AtomicU32>,
+}
+
+/// A worker as its own tasks see it.
+pub struct Worker {
+    pub shared: Arc<Shared>,
+    pub pool: Pool,
+    /// Connections under way from here, by destination workload.
+    pub busy: RefCell<HashMap<Arc<str>, u64>>,
+    own: WorkerHandle,
+    index: usize,
+}
+
+enum Job {
+    /// Accept for this pod from now on.
+    Serve(Arc<Pod>),
+    Connection(Listener, Arc<Pod>, std::net::TcpStream, SocketAddr),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Listener {
+    Outbound,
+    Plaintext,
+    Hbone,
+}
+
+/// Starts the threads. They end with the process.
+pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<()> {
+    let mut handles = Vec::new();
+    let mut queues = Vec::new();
+    for _ in 0..shared.config.threads {
+        let (jobs, queue) = mpsc::channel(QUEUE);
+        handles.push(WorkerHandle { jobs, load: Arc::default(), tunnels: Arc::default() });
+        queues.push(queue);
+    }
+    // Set once, before any thread looks.
+    let _ = shared.workers.set(handles.clone());
+    for (index, (own, queue)) in handles.into_iter().zip(queues).enumerate() {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().event_interval(EVENT_INTERVAL).build()?;
+        let shared = shared.clone();
+        let beat = watchdog.worker(format!("worker {index}"));
+        std::thread::Builder::new().name(format!("worker {index}")).spawn(move || {
+            let pool = Pool::new(shared.hbone.clone());
+            let worker = Rc::new(Worker { shared, pool, busy: RefCell::default(), own, index });
+            LocalSet::new().block_on(&runtime, async move {
+                tokio::task::spawn_local(beat.run());
+                tokio::task::spawn_local(sweep(worker.clone()));
+                run(worker, queue).await;
+            });
+        })?;
+    }
+    Ok(())
+}
+
+/// Gives a pod to a worker, which accepts its connections.
+pub fn serve(shared: &Shared, pod: &Arc<Pod>) -> Result<(), String> {
+    let workers = shared.workers.get().ok_or("the workers are not started")?;
+    let turn = NEXT.fetch_add(1, Ordering::Relaxed) as usize % workers.len();
+    workers[turn].jobs.try_send(Job::Serve(pod.clone())).map_err(|_| "the worker's queue is full".to_owned())
+}
+
+/// Tunnels open on all workers' pools are each worker's own; this counts connections for the metrics.
+pub fn loads(shared: &Shared) -> Vec<(u32, u32)> {
+    let workers = shared.workers.get().map(Vec::as_slice).unwrap_or_default();
+    workers.iter().map(|w| (w.load.load(Ordering::Relaxed), w.tunnels.load(Ordering::Relaxed))).collect()
+}
+
+async fn run(worker: Rc<Worker>, mut queue: mpsc::Receiver<Job>) {
+    while let Some(job) = queue.recv().await {
+        match job {
+            Job::Serve(pod) => {
+                for listener in [Listener::Outbound, Listener::Plaintext, Listener::Hbone] {
+                    tokio::task::spawn_local(accept(worker.clone(), pod.clone(), listener));
+                }
+            }
+            Job::Connection(listener, pod, socket, client) => match TcpStream::from_std(socket) {
+                Ok(socket) => worker.begin(listener, pod, socket, client),
+                Err(error) => tracing::warn!(%error, %client, "cannot take over a connection"),
+            },
+        }
+    }
+}
+
+async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
+    let fd: io::Result<OwnedFd> = match kind {
+        Listener::Outbound => pod.listeners.outbound.try_clone(),
+        Listener::Plaintext => pod.listeners.plaintext.try_clone(),
+        Listener::Hbone => pod.listeners.hbone.try_clone(),
+    };
+    let listener = match fd.and_then(|fd| TcpListener::from_std(fd.into())) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot listen for a pod");
+            return;
+        }
+    };
+    let leaving = pod.reached(Phase::Leaving);
+    let stopping = worker.shared.shutdown.ordered();
+    tokio::pin!(leaving, stopping);
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            () = &mut leaving => return,
+            _ = &mut stopping => return,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((socket, client)) => {
+                let client = SocketAddr::new(client.ip().to_canonical(), client.port());
+                worker.place(kind, &pod, socket, client);
+            }
+            Err(error) if is_peers(&error) => {}
+            Err(error) => {
+                // Out of descriptors or memory: what is open goes on, and what waits stays in the backlog.
+                tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot accept");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+impl Worker {
+    /// Here, unless another worker has clearly less to do.
+    fn place(self: &Rc<Self>, kind: Listener, pod: &Arc<Pod>, socket: TcpStream, client: SocketAddr) {
+        let workers = self.shared.workers.get().map(Vec::as_slice).unwrap_or_default();
+        let load = |w: &WorkerHandle| match kind {
+            // A tunnel carries many connections: they are spread one by one.
+            Listener::Hbone => w.tunnels.load(Ordering::Relaxed) * SLACK,
+            Listener::Outbound | Listener::Plaintext => w.load.load(Ordering::Relaxed),
+        };
+        let least = workers.iter().enumerate().min_by_key(|(_, w)| load(w));
+        match least {
+            Some((index, other)) if index != self.index && load(other) + SLACK <= load(&self.own) => {
+                let Ok(socket) = socket.into_std() else { return };
+                if let Err(error) = other.jobs.try_send(Job::Connection(kind, pod.clone(), socket, client)) {
+                    let (mpsc::error::TrySendError::Full(job) | mpsc::error::TrySendError::Closed(job)) = error;
+                    if let Job::Connection(_, _, socket, _) = job
+                        && let Ok(socket) = TcpStream::from_std(socket)
+                    {
+                        self.begin(kind, pod.clone(), socket, client);
+                    }
+                }
+            }
+            _ => self.begin(kind, pod.clone(), socket, client),
+        }
+    }
+
+    fn begin(self: &Rc<Self>, kind: Listener, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr) {
+        if let Err(error) = self.shared.tcp.apply(SockRef::from(&socket)) {
+            tracing::debug!(%error, %client, "a connection was gone before it was served");
+            return;
+        }
+        let counter = match kind {
+            Listener::Hbone => &self.own.tunnels,
+            Listener::Outbound | Listener::Plaintext => &self.own.load,
+        };
+        let counted = Counted::new(counter.clone());
+        let worker = self.clone();
+        match kind {
+            Listener::Outbound => tokio::task::spawn_local(outbound::serve(worker, pod, socket, client, counted)),
+            Listener::Plaintext => tokio::task::spawn_local(plaintext::serve(worker, pod, socket, client, counted)),
+            Listener::Hbone => tokio::task::spawn_local(inbound::serve(worker, pod, socket, client, counted)),
+        };
+    }
+}
+
+/// One unit of a worker's load.
+pub struct Counted(Arc<AtomicU32>);
+
+impl Counted {
+    fn new(counter: Arc<AtomicU32>) -> Self {
+        counter.fetch_add(1, Ordering::Relaxed);
+        Self(counter)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Closes tunnels that are idle, whose pod is gone, or whose workload has left or changed.
+async fn sweep(worker: Rc<Worker>) {
+    let mut changes = worker.shared.mesh.changes();
+    loop {
+        tokio::select! {
+            _ = changes.changed() => {}
+            () = tokio::time::sleep(SWEEP) => {}
+        }
+        let mesh = worker.shared.mesh.load();
+        let pods: Vec<Arc<str>> = worker.shared.pods().values().map(|p| p.uid.clone()).collect();
+        worker.pool.sweep(|key| {
+            let same = |w: &crate::mesh::Workload| {
+                w.addresses.contains(&key.address.ip()) && key.expected.contains(&w.identity())
+            };
+            pods.contains(&key.pod) && mesh.workload(&key.workload).is_some_and(|w| same(w))
+        });
+        drop(mesh);
+        // Bursts of changes are one.
+        tokio::time::sleep(SWEEP_PAUSE).await;
+    }
+}
+
+/// The connection was the peer's fault and is gone; the next one may be fine.
+fn is_peers(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset | io::ErrorKind::Interrupted
+    )
+}
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+/// Connections that may wait for a worker.
+const QUEUE: usize = 4096;
+/// How much busier a worker must be than another before it gives a connection away: that costs a wake-up.
+const SLACK: u32 = 8;
+/// Tasks that run between two looks at the sockets.
+const EVENT_INTERVAL: u32 = 61;
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const SWEEP: Duration = Duration::from_secs(10);
+const SWEEP_PAUSE: Duration = Duration::from_millis(200);

@@ -88,6 +88,14 @@ impl Snapshot {
         })
     }
 
+    /// Whether any service has this virtual address, whoever may see it.
+    pub fn has_service_at(&self, address: &NetworkAddress) -> bool {
+        let in_range = |s: &Arc<Service>| {
+            s.cidr_vips.iter().any(|c| c.network == address.network && c.cidr.contains(&address.address))
+        };
+        self.by_vip.contains_key(address) || self.with_ranges.values().any(in_range)
+    }
+
     pub fn service_by_host(&self, client_namespace: &str, hostname: &str) -> Option<&Arc<Service>> {
         prefer(self.by_host.get(hostname)?.iter(), client_namespace)
     }

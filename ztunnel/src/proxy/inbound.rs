@@ -100,9 +100,11 @@ async fn accept(worker: &Worker, pod: &Pod, socket: TcpStream) -> Result<(Accept
     let certificate = certificate.map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
     let accepted = Accepted::handshake(socket, certificate.server_config(), &shared.hbone).await;
     let accepted = accepted.map_err(|error| match error {
-        TunnelError::Tls(TlsError::Protocol(error)) => {
-            Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS: {}", describe_tls_error(&std::io::Error::other(error))))
-        }
+        TunnelError::Tls(TlsError::Protocol(error)) => Failure::new(
+            ResponseFlag::TlsFailure,
+            "handshake",
+            format!("TLS: {}", describe_tls_error(&std::io::Error::other(error))),
+        ),
         TunnelError::Tls(error) => Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS: {error}")),
         error => Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", error.to_string()),
     })?;

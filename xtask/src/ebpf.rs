@@ -4,6 +4,7 @@
 //! this target. The linker is built once into the target folder.
 
 use std::collections::BTreeMap;
+use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -40,8 +41,9 @@ fn build(root: &Path) -> anyhow::Result<PathBuf> {
     let target = root.join("target/ebpf");
     let linker = linker(root)?;
     let path = format!("{}:/usr/bin:/bin", linker.display());
-    let remap = format!("--remap-path-prefix={}=/understory", root.display());
-    let flags = ["-Cdebuginfo=2", "-Clink-arg=--btf", &remap].join("\x1f");
+    let sources = format!("--remap-path-prefix={}=/understory", root.display());
+    let crates = format!("--remap-path-prefix={}=/cargo", cargo_home()?.display());
+    let flags = ["-Cdebuginfo=2", "-Clink-arg=--btf", &sources, &crates].join("\x1f");
     let status = Command::new("/usr/bin/cargo")
         .args(["build", "--quiet", "--release", "--locked", "--target", "bpfel-unknown-none", "-Zbuild-std=core"])
         .current_dir(&programs)
@@ -63,6 +65,11 @@ fn build(root: &Path) -> anyhow::Result<PathBuf> {
         .context("starting llvm-objcopy")?;
     ensure!(status.success(), "llvm-objcopy failed on {}", linked.display());
     Ok(stripped)
+}
+
+fn cargo_home() -> anyhow::Result<PathBuf> {
+    let home = || Some(PathBuf::from(env::var_os("HOME")?).join(".cargo"));
+    env::var_os("CARGO_HOME").map(PathBuf::from).or_else(home).context("neither CARGO_HOME nor HOME is set")
 }
 
 /// The folder of bpf-linker, which is built the first time.

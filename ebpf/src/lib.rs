@@ -1,6 +1,6 @@
-//! The types that the eBPF programs and user space share, and the names of programs and maps.
+//! The types that the eBPF programs and user space share, and the committed object.
 //!
-//! Every type is plain: fixed layout, no padding left implicit, addresses in network byte order.
+//! Every type is plain: fixed layout, no padding left implicit, addresses in network byte order and at multiples of four.
 //! A change of any layout here means a new [`LAYOUT_VERSION`], because pinned maps outlive processes.
 #![no_std]
 
@@ -13,6 +13,14 @@ pub const OUTBOUND_PORT: u16 = 15001;
 pub const PLAINTEXT_PORT: u16 = 15006;
 /// Port on which a pod is reached over HBONE.
 pub const HBONE_PORT: u16 = 15008;
+
+/// How long an entry of `PASS` or `HOST_CONNS` lets a new connection through, in nanoseconds: one that its owner failed
+/// to remove opens nothing after this. Whoever dials through an entry must give up earlier.
+pub const PASS_TTL_NS: u64 = 30_000_000_000;
+
+/// Stands in the `sk_lookup` program where the loader writes the cookie of the netns that an instance serves: programs
+/// of that type have no helper that tells it.
+pub const POD_NETNS_PLACEHOLDER: u64 = 0x5eed_c00c_1e0f_a90d;
 
 /// The programs, as `cargo xtask ebpf` has built them from `programs/`.
 #[cfg(not(target_arch = "bpf"))]
@@ -29,22 +37,24 @@ pub type Addr = [u8; 16];
 
 /// Address and port of one end of a connection. The port is in host byte order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
+#[repr(C, align(8))]
 pub struct Endpoint {
     pub addr: Addr,
     pub port: u16,
-    /// Zero, but for the first byte in map `PEERS`: [`Endpoint::HOST`].
-    pub _pad: [u8; 6],
+    pub _pad: u16,
+    pub _pad2: u32,
 }
 
 impl Endpoint {
-    /// Mark of a `PEERS` entry: the socket is not captured, it is a host process's on its way to a pod.
-    pub const HOST: u8 = 1;
+    #[inline(always)]
+    pub const fn new(addr: Addr, port: u16) -> Self {
+        Self { addr, port, _pad: 0, _pad2: 0 }
+    }
 }
 
 /// Value of map `PODS` (key: the pod's netns cookie): a pod whose connections are captured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
+#[repr(C, align(8))]
 pub struct Pod {
     /// IPv4 address in network byte order; valid with [`Pod::HAS_V4`].
     pub v4: [u8; 4],
@@ -71,7 +81,8 @@ pub struct ConnKey {
 }
 
 /// Key of maps `PASS` (the proxy's own dials to an app) and `HOST_CONNS` (connections that host processes
-/// of the node opened to a pod): `sk_lookup` lets exactly this connection reach the app. Value: `u64`, time of insertion.
+/// of the node opened to a pod): `sk_lookup` lets exactly this connection reach the app.
+/// Value: `u64`, time of insertion in nanoseconds of `CLOCK_MONOTONIC`; void [`PASS_TTL_NS`] later.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tuple {
@@ -79,7 +90,7 @@ pub struct Tuple {
     pub remote: Endpoint,
     /// The pod's address and the app's port.
     pub local: Endpoint,
-    /// For `PASS` the cookie of the pod's netns; for `HOST_CONNS` zero.
+    /// Cookie of the dialled pod's netns: an entry opens nothing in another, whatever addresses that has.
     pub netns: u64,
 }
 
@@ -106,17 +117,37 @@ pub struct Node {
     pub _pad: u32,
 }
 
+/// Value of the socket storage `SK_DIAL`: what the connect hook keeps for the later hooks of the same socket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Dial {
+    /// What the app dialled.
+    pub to: Endpoint,
+    /// [`Dial::HOST`]: cookie of the dialled pod's netns. Else zero.
+    pub pod: u64,
+    /// [`Dial::CAPTURED`] or [`Dial::HOST`].
+    pub kind: u32,
+    pub _pad: u32,
+}
+
+impl Dial {
+    /// A pod's connection, on its way to the outbound listener.
+    pub const CAPTURED: u32 = 1;
+    /// A host process's connection to an enrolled pod, left alone.
+    pub const HOST: u32 = 2;
+}
+
 /// Index into the per-CPU array `COUNTERS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Counter {
     /// Connections sent to the outbound listener.
     Captured = 0,
-    /// Original destinations that did not fit into `ORIG_DST`.
+    /// Original destinations for which the kernel had no room; the connection is refused.
     OrigDstFull = 1,
     /// Connections refused because the pod has no address of that family.
     NoFamily = 2,
-    /// Sockets of a kind that cannot be captured, refused (MPTCP).
+    /// Stream sockets of a protocol that cannot be captured (neither TCP nor MPTCP), refused.
     Refused = 3,
     /// Inbound connections steered to a listener.
     Steered = 4,

@@ -1,275 +1,230 @@
 //! An app connects: the destination becomes the pod's outbound listener, the original is kept for the proxy and for
 //! the app's own `getpeername`.
+//!
+//! Must never let a pod's stream socket out uncaptured, unless that pod is to fail open.
 
-use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
+use core::ffi::c_void;
+use core::ptr;
 
 use aya_ebpf::EbpfContext;
+use aya_ebpf::Global;
 use aya_ebpf::bindings::{bpf_sock_addr, bpf_sock_tuple};
 use aya_ebpf::helpers::{
-    bpf_get_current_ancestor_cgroup_id, bpf_get_current_cgroup_id, bpf_get_netns_cookie,
-    bpf_get_socket_cookie, bpf_sk_lookup_tcp, bpf_sk_release,
+    bpf_get_current_ancestor_cgroup_id, bpf_get_current_cgroup_id, bpf_get_netns_cookie, bpf_sk_lookup_tcp,
+    bpf_sk_release, bpf_skc_to_mptcp_sock,
 };
 use aya_ebpf::macros::cgroup_sock_addr;
 use aya_ebpf::programs::SockAddrContext;
-use ebpf::{Addr, Counter, Endpoint, OUTBOUND_PORT, PROBE_V4, PROBE_V6, Pod};
+use ebpf::{Counter, Dial, OUTBOUND_PORT, Pod};
 
-use crate::maps::{
-    EXEMPT_CGROUPS, PEERS, POD_IPS, PROBED, count, is_mapped, mapped, node, pod, words,
-};
+use crate::address::{self, Words};
+use crate::context::{read, read_pointer, read_words, write, write_words};
+use crate::maps::{EXEMPT_CGROUPS, NODE, POD_IPS, PODS, PROBED, SK_DIAL, count};
 
-const ALLOW: i32 = 1;
-/// The app sees EPERM.
-const REFUSE: i32 = 0;
+/// Set by the loader where the kernel has the helper that finds the MPTCP socket of a subflow (Linux 5.19). Without it
+/// `getpeername` of a captured MPTCP socket names the listener.
+#[unsafe(no_mangle)]
+static HAS_MPTCP_SOCK: Global<u32> = Global::new(0);
 
 #[cgroup_sock_addr(connect4)]
 pub fn us_connect4(ctx: SockAddrContext) -> i32 {
-    let to = read4(ctx.sock_addr).to_ne_bytes();
-    match decide(&ctx, mapped(to)) {
-        Decision::Capture(pod) if pod.flags & Pod::HAS_V4 != 0 => {
-            if fails_open(&ctx, &pod, true) {
-                return ALLOW;
-            }
-            if !remember(&ctx, mapped(to)) {
-                return REFUSE;
-            }
-            write4(ctx.sock_addr, u32::from_ne_bytes(pod.v4));
-            write_port(ctx.sock_addr);
-            count(Counter::Captured);
-            ALLOW
-        }
-        Decision::Capture(pod) => no_family(&pod),
-        Decision::Host => host(&ctx, mapped(to)),
-        Decision::Allow => ALLOW,
-        Decision::Refuse => REFUSE,
-    }
+    let addr = ctx.sock_addr;
+    let to = address::mapped(read!(addr, bpf_sock_addr, user_ip4));
+    let instead = match decide(&ctx, &to) {
+        Decision::Allow => return ALLOW,
+        Decision::Refuse => return REFUSE,
+        Decision::Capture(listener) => listener[3],
+        Decision::Unreachable => ALL_NODES_V4,
+    };
+    write!(addr, bpf_sock_addr, user_ip4, instead);
+    write!(addr, bpf_sock_addr, user_port, OUTBOUND_PORT.to_be());
+    ALLOW
 }
 
+/// Also for an IPv6 socket that connects to an IPv4-mapped address.
 #[cgroup_sock_addr(connect6)]
 pub fn us_connect6(ctx: SockAddrContext) -> i32 {
-    let to_words = read6(ctx.sock_addr);
-    let to = crate::maps::addr_of(to_words);
-    let v4 = is_mapped(to_words);
-    match decide(&ctx, to) {
-        Decision::Capture(pod) => {
-            let own = if v4 && pod.flags & Pod::HAS_V4 != 0 {
-                words(mapped(pod.v4))
-            } else if !v4 && pod.flags & Pod::HAS_V6 != 0 {
-                words(pod.v6)
-            } else {
-                return no_family(&pod);
-            };
-            if fails_open(&ctx, &pod, v4) {
-                return ALLOW;
-            }
-            if !remember(&ctx, to) {
-                return REFUSE;
-            }
-            write6(ctx.sock_addr, own);
-            write_port(ctx.sock_addr);
-            count(Counter::Captured);
-            ALLOW
-        }
-        Decision::Host => host(&ctx, to),
-        Decision::Allow => ALLOW,
-        Decision::Refuse => REFUSE,
-    }
+    let addr = ctx.sock_addr;
+    let to = read_words!(addr, bpf_sock_addr, user_ip6);
+    let instead = match decide(&ctx, &to) {
+        Decision::Allow => return ALLOW,
+        Decision::Refuse => return REFUSE,
+        Decision::Capture(listener) => listener,
+        Decision::Unreachable if address::is_v4(&to) => address::mapped(ALL_NODES_V4),
+        Decision::Unreachable => ALL_NODES_V6,
+    };
+    write_words!(addr, bpf_sock_addr, user_ip6, instead);
+    write!(addr, bpf_sock_addr, user_port, OUTBOUND_PORT.to_be());
+    ALLOW
 }
 
 enum Decision {
     Allow,
+    /// The app sees EPERM.
     Refuse,
-    Capture(Pod),
-    /// A process of the node outside all pods connects to an enrolled pod.
-    Host,
+    /// To the outbound listener at this address of the pod.
+    Capture(Words),
+    /// The app sees ENETUNREACH. A hook can choose its error only since Linux 5.18, so the connection is sent where
+    /// the kernel lets no stream go.
+    Unreachable,
 }
 
 #[inline(always)]
-fn decide(ctx: &SockAddrContext, to: Addr) -> Decision {
-    if kind(ctx.sock_addr) != SOCK_STREAM {
+fn decide(ctx: &SockAddrContext, to: &Words) -> Decision {
+    if read!(ctx.sock_addr, bpf_sock_addr, type_) != SOCK_STREAM {
         return Decision::Allow;
     }
+    let port = u16::from_be(read!(ctx.sock_addr, bpf_sock_addr, user_port) as u16);
     // SAFETY: the context is the one that the kernel gave.
     let netns = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
-    let Some(pod) = pod(netns) else { return host_process(netns, to) };
+    // SAFETY: entries are replaced whole, and one that is removed keeps its memory until the program ends.
+    match unsafe { PODS.get(netns) } {
+        Some(pod) => of_pod(ctx, netns, pod, to, port),
+        None => {
+            of_host(ctx, netns, to, port);
+            Decision::Allow
+        }
+    }
+}
+
+#[inline(always)]
+fn of_pod(ctx: &SockAddrContext, netns: u64, pod: &Pod, to: &Words, port: u16) -> Decision {
+    let socket = socket(ctx);
+    // What an earlier connect of the same socket has left must mislead nobody.
+    SK_DIAL.forget(socket);
     // SAFETY: takes nothing.
     let cgroup = unsafe { bpf_get_current_cgroup_id() };
     // SAFETY: the value is not read.
     if unsafe { EXEMPT_CGROUPS.get(cgroup) }.is_some() {
         return Decision::Allow;
     }
-    if to == mapped(PROBE_V4) || to == PROBE_V6 {
-        // SAFETY: the value is copied at once.
-        let seen = unsafe { PROBED.get(netns) }.copied().unwrap_or(0) + 1;
-        let _ = PROBED.insert(netns, seen, 0);
+    if address::is_loopback(to) || address::is_unspecified(to) || address::is_own(pod, to) {
+        return Decision::Allow;
+    }
+    if address::is_probe(to) {
+        match PROBED.get_ptr_mut(netns) {
+            // SAFETY: the entry's memory outlives the program; the one who probes does it one by one.
+            Some(seen) => unsafe { *seen += 1 },
+            None => _ = PROBED.insert(netns, 1, 0),
+        }
         return Decision::Refuse;
     }
-    if is_local(&pod, to) { Decision::Allow } else { Decision::Capture(pod) }
-}
-
-/// Loopback, the pod itself, and addresses that mean either; link-local IPv6 needs a scope that a program cannot see,
-/// and multicast is not TCP's.
-#[inline(always)]
-fn is_local(pod: &Pod, to: Addr) -> bool {
-    let w = words(to);
-    if is_mapped(w) {
-        let v4 = [to[12], to[13], to[14], to[15]];
-        return v4[0] == 127
-            || v4 == [0, 0, 0, 0]
-            || (pod.flags & Pod::HAS_V4 != 0 && v4 == pod.v4);
+    let protocol = read!(ctx.sock_addr, bpf_sock_addr, protocol);
+    if protocol != IPPROTO_TCP && protocol != IPPROTO_MPTCP {
+        count(Counter::Refused);
+        return Decision::Refuse;
     }
-    let low_one = w[0] == 0 && w[1] == 0 && w[2] == 0 && (w[3] == 0 || w[3] == u32::from_be(1));
-    low_one
-        || (to[0] == 0xfe && to[1] & 0xc0 == 0x80)
-        || to[0] == 0xff
-        || (pod.flags & Pod::HAS_V6 != 0 && to == pod.v6)
+
+    let fail_open = pod.flags & Pod::FAIL_OPEN != 0;
+    let is_v4 = address::is_v4(to);
+    if pod.flags & if is_v4 { Pod::HAS_V4 } else { Pod::HAS_V6 } == 0 {
+        if fail_open {
+            count(Counter::FailedOpen);
+            return Decision::Allow;
+        }
+        count(Counter::NoFamily);
+        return Decision::Unreachable;
+    }
+    let listener =
+        if is_v4 { address::mapped(u32::from_ne_bytes(pod.v4)) } else { address::words_of(&pod.v6) };
+    if fail_open && !is_listening(ctx, &listener, is_v4) {
+        count(Counter::FailedOpen);
+        return Decision::Allow;
+    }
+
+    let mut dial = Dial { to: address::endpoint(to, port), pod: 0, kind: Dial::CAPTURED, _pad: 0 };
+    if !SK_DIAL.set(socket, &mut dial) {
+        count(Counter::OrigDstFull);
+        return Decision::Refuse;
+    }
+    if HAS_MPTCP_SOCK.load() != 0 {
+        // MPTCP connects a subflow, which is a TCP socket; the app holds the MPTCP socket above it.
+        // SAFETY: the socket is the context's.
+        let whole = unsafe { bpf_skc_to_mptcp_sock(socket) };
+        if !whole.is_null() {
+            SK_DIAL.set(whole.cast(), &mut dial);
+        }
+    }
+    count(Counter::Captured);
+    Decision::Capture(listener)
 }
 
+/// Marks the socket of a host process that connects to an enrolled pod: its tuple is noted when the source port is
+/// known. Processes below `kubepods` are pods, even where they share the node's netns.
 #[inline(always)]
-fn host_process(netns: u64, to: Addr) -> Decision {
-    let Some(node) = node() else { return Decision::Allow };
+fn of_host(ctx: &SockAddrContext, netns: u64, to: &Words, port: u16) {
+    let Some(node) = NODE.get(0) else { return };
     if node.netns == 0 || netns != node.netns {
-        return Decision::Allow;
+        return;
     }
-    // SAFETY: the value is not read.
-    if unsafe { POD_IPS.get(to) }.is_none() {
-        return Decision::Allow;
-    }
+    let socket = socket(ctx);
+    SK_DIAL.forget(socket);
+    let addr = address::addr_of(to);
+    // SAFETY: the value is copied at once.
+    let Some(pod) = unsafe { POD_IPS.get(addr) }.copied() else { return };
     if node.kubepods != 0 {
         // SAFETY: takes a number.
         let above = unsafe { bpf_get_current_ancestor_cgroup_id(node.kubepods_level as i32) };
         if above == node.kubepods {
-            return Decision::Allow;
+            return;
         }
     }
-    Decision::Host
+    // Without the mark the connection is treated as any other from outside.
+    SK_DIAL.set(socket, &mut Dial { to: address::endpoint(to, port), pod, kind: Dial::HOST, _pad: 0 });
 }
 
+/// Whether the pod's outbound listener exists. Asked as from the pod's own address and port 0, which the pod's
+/// inbound program lets through.
 #[inline(always)]
-fn host(ctx: &SockAddrContext, to: Addr) -> i32 {
-    let port = read_port(ctx.sock_addr);
-    let mut peer = Endpoint { addr: to, port, _pad: [0; 6] };
-    peer._pad[0] = Endpoint::HOST;
-    // SAFETY: the context is the one that the kernel gave.
-    let socket = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
-    // Without the entry the connection is treated as any other from outside.
-    let _ = PEERS.insert(socket, peer, 0);
-    ALLOW
-}
-
-#[inline(always)]
-fn remember(ctx: &SockAddrContext, to: Addr) -> bool {
-    let original = Endpoint { addr: to, port: read_port(ctx.sock_addr), _pad: [0; 6] };
-    // SAFETY: the context is the one that the kernel gave.
-    let socket = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
-    let kept = PEERS.insert(socket, original, 0).is_ok();
-    if !kept {
-        count(Counter::OrigDstFull);
-    }
-    kept
-}
-
-#[inline(always)]
-fn no_family(pod: &Pod) -> i32 {
-    if pod.flags & Pod::FAIL_OPEN != 0 {
-        return ALLOW;
-    }
-    count(Counter::NoFamily);
-    REFUSE
-}
-
-/// For a pod that fails open: whether nobody listens for its connections.
-#[inline(always)]
-fn fails_open(ctx: &SockAddrContext, pod: &Pod, v4: bool) -> bool {
-    if pod.flags & Pod::FAIL_OPEN == 0 {
-        return false;
-    }
-    // SAFETY: all-zero is a valid tuple.
-    let mut tuple: bpf_sock_tuple = unsafe { core::mem::zeroed() };
-    let size = if v4 {
-        // SAFETY: the IPv4 variant is the one that is filled and whose size is passed.
-        unsafe {
-            tuple.__bindgen_anon_1.ipv4.daddr = u32::from_ne_bytes(pod.v4);
-            tuple.__bindgen_anon_1.ipv4.saddr = u32::from_ne_bytes(pod.v4);
-            tuple.__bindgen_anon_1.ipv4.dport = OUTBOUND_PORT.to_be();
-            size_of_val(&tuple.__bindgen_anon_1.ipv4)
-        }
-    } else {
-        // SAFETY: the IPv6 variant is the one that is filled and whose size is passed.
-        unsafe {
-            tuple.__bindgen_anon_1.ipv6.daddr = words(pod.v6);
-            tuple.__bindgen_anon_1.ipv6.saddr = words(pod.v6);
-            tuple.__bindgen_anon_1.ipv6.dport = OUTBOUND_PORT.to_be();
-            size_of_val(&tuple.__bindgen_anon_1.ipv6)
+fn is_listening(ctx: &SockAddrContext, at: &Words, is_v4: bool) -> bool {
+    let dport = OUTBOUND_PORT.to_be();
+    // SAFETY: -1 means the socket's own netns; each tuple is told by its size.
+    let found = unsafe {
+        if is_v4 {
+            let mut tuple = Tuple4 { saddr: at[3], daddr: at[3], sport: 0, dport };
+            let tuple: *mut bpf_sock_tuple = ptr::from_mut(&mut tuple).cast();
+            bpf_sk_lookup_tcp(ctx.as_ptr(), tuple, size_of::<Tuple4>() as u32, u64::MAX, 0)
+        } else {
+            let mut tuple = Tuple6 { saddr: *at, daddr: *at, sport: 0, dport };
+            let tuple: *mut bpf_sock_tuple = ptr::from_mut(&mut tuple).cast();
+            bpf_sk_lookup_tcp(ctx.as_ptr(), tuple, size_of::<Tuple6>() as u32, u64::MAX, 0)
         }
     };
-    // SAFETY: the tuple is `size` bytes long; -1 means the socket's own netns.
-    let found = unsafe { bpf_sk_lookup_tcp(ctx.as_ptr(), addr_of_mut!(tuple), size as u32, u64::MAX, 0) };
     if found.is_null() {
-        count(Counter::FailedOpen);
-        return true;
+        return false;
     }
     // SAFETY: the reference came from the look-up above.
     unsafe { bpf_sk_release(found.cast()) };
-    false
+    true
 }
 
 #[inline(always)]
-fn kind(addr: *mut bpf_sock_addr) -> u32 {
-    // SAFETY: a field of the context.
-    unsafe { read_volatile(addr_of!((*addr).type_)) }
+fn socket(ctx: &SockAddrContext) -> *mut c_void {
+    read_pointer!(ctx.sock_addr, bpf_sock_addr, __bindgen_anon_1)
 }
 
-#[inline(always)]
-pub fn read4(addr: *mut bpf_sock_addr) -> u32 {
-    // SAFETY: a field of the context.
-    unsafe { read_volatile(addr_of!((*addr).user_ip4)) }
+#[repr(C)]
+struct Tuple4 {
+    saddr: u32,
+    daddr: u32,
+    sport: u16,
+    dport: u16,
 }
 
-#[inline(always)]
-pub fn write4(addr: *mut bpf_sock_addr, ip: u32) {
-    // SAFETY: a field of the context.
-    unsafe { write_volatile(addr_of_mut!((*addr).user_ip4), ip) };
+#[repr(C)]
+struct Tuple6 {
+    saddr: Words,
+    daddr: Words,
+    sport: u16,
+    dport: u16,
 }
 
-#[inline(always)]
-pub fn read6(addr: *mut bpf_sock_addr) -> [u32; 4] {
-    // SAFETY: fields of the context.
-    unsafe {
-        [
-            read_volatile(addr_of!((*addr).user_ip6[0])),
-            read_volatile(addr_of!((*addr).user_ip6[1])),
-            read_volatile(addr_of!((*addr).user_ip6[2])),
-            read_volatile(addr_of!((*addr).user_ip6[3])),
-        ]
-    }
-}
-
-#[inline(always)]
-pub fn write6(addr: *mut bpf_sock_addr, ip: [u32; 4]) {
-    // SAFETY: fields of the context.
-    unsafe {
-        write_volatile(addr_of_mut!((*addr).user_ip6[0]), ip[0]);
-        write_volatile(addr_of_mut!((*addr).user_ip6[1]), ip[1]);
-        write_volatile(addr_of_mut!((*addr).user_ip6[2]), ip[2]);
-        write_volatile(addr_of_mut!((*addr).user_ip6[3]), ip[3]);
-    }
-}
-
-#[inline(always)]
-fn read_port(addr: *mut bpf_sock_addr) -> u16 {
-    // SAFETY: a field of the context; the port stands in network order in its low half.
-    u16::from_be(unsafe { read_volatile(addr_of!((*addr).user_port)) } as u16)
-}
-
-#[inline(always)]
-fn write_port(addr: *mut bpf_sock_addr) {
-    set_port(addr, OUTBOUND_PORT);
-}
-
-#[inline(always)]
-pub fn set_port(addr: *mut bpf_sock_addr, port: u16) {
-    // SAFETY: a field of the context.
-    unsafe { write_volatile(addr_of_mut!((*addr).user_port), u32::from(port.to_be())) };
-}
-
+const ALLOW: i32 = 1;
+const REFUSE: i32 = 0;
+/// Multicast to all nodes of a link.
+const ALL_NODES_V4: u32 = u32::from_ne_bytes([224, 0, 0, 1]);
+const ALL_NODES_V6: Words = [0xff02_0000_u32.to_be(), 0, 0, 1_u32.to_be()];
 const SOCK_STREAM: u32 = 1;
+const IPPROTO_TCP: u32 = 6;
+/// Linux shows the hook the first subflow, a TCP socket; should it ever show the socket itself, it is known as well.
+const IPPROTO_MPTCP: u32 = 262;

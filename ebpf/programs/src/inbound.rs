@@ -1,54 +1,61 @@
 //! A connection comes to a pod: it goes to the pod's listener, unless it is the proxy's own or a host process's.
 //!
-//! One instance is attached to each pod's netns. `POD_NETNS` is set when it is loaded, because a program of this type
-//! cannot ask for the cookie.
+//! One instance is attached to each pod's netns and knows nothing but that netns' cookie, so that a pod gains nothing
+//! from an address that it takes from another. UDP and established connections are untouched.
 
-use core::ptr::{addr_of, read_volatile};
+use core::arch::asm;
 
 use aya_ebpf::bindings::bpf_sk_lookup;
+use aya_ebpf::helpers::bpf_ktime_get_ns;
 use aya_ebpf::macros::sk_lookup;
 use aya_ebpf::programs::SkLookupContext;
-use ebpf::{Addr, Counter, Endpoint, HBONE_PORT, ListenerKey, OUTBOUND_PORT, PLAINTEXT_PORT, Pod, Tuple};
+use ebpf::{
+    ConnKey, Counter, HBONE_PORT, ListenerKey, OUTBOUND_PORT, PASS_TTL_NS, PLAINTEXT_PORT, POD_NETNS_PLACEHOLDER, Pod,
+    Tuple,
+};
 
-use crate::maps::{HOST_CONNS, LISTENERS, PASS, count, either, is_mapped, pod, words};
-
-#[unsafe(no_mangle)]
-static POD_NETNS: u64 = 0;
-
-const DROP: u32 = 0;
-const PASSED: u32 = 1;
+use crate::address::{self, Words};
+use crate::context::{read, read_half, read_words};
+use crate::maps::{HOST_CONNS, LISTENERS, ORIG_DST, PASS, PODS, count};
 
 #[sk_lookup]
 pub fn us_inbound(ctx: SkLookupContext) -> u32 {
     let lookup = ctx.lookup;
-    // SAFETY: a field of the context.
-    if unsafe { read_volatile(addr_of!((*lookup).protocol)) } != IPPROTO_TCP {
+    if read!(lookup, bpf_sk_lookup, protocol) != IPPROTO_TCP {
         return PASSED;
     }
-    // SAFETY: a constant that is set at load.
-    let netns = unsafe { read_volatile(&raw const POD_NETNS) };
-    let Some(pod) = pod(netns) else { return PASSED };
-    // SAFETY: fields of the context.
-    let (port, ifindex) = unsafe {
-        (read_volatile(addr_of!((*lookup).local_port)) as u16, read_volatile(addr_of!((*lookup).ingress_ifindex)))
-    };
-    let remote = remote(lookup);
-    if ifindex == LOOPBACK || is_own(&pod, remote.addr) {
-        return PASSED;
+    let netns = pod_netns();
+    // SAFETY: entries are replaced whole, and one that is removed keeps its memory until the program ends.
+    let Some(pod) = (unsafe { PODS.get(netns) }) else { return PASSED };
+    let (remote_ip, local_ip) = ends(lookup);
+    let remote = address::endpoint(&remote_ip, u16::from_be(read_half!(lookup, bpf_sk_lookup, remote_port)));
+    let port = read!(lookup, bpf_sk_lookup, local_port) as u16;
+    let inside = is_inside(pod, &remote_ip, &local_ip);
+
+    if port == OUTBOUND_PORT {
+        // Only what the connect hook has sent here, and that hook's question whether anybody listens.
+        // SAFETY: the value is not read.
+        let sent = unsafe { ORIG_DST.get(ConnKey { netns, source: remote }) }.is_some();
+        if sent || (inside && remote.port == 0) {
+            return PASSED;
+        }
     }
     if port == OUTBOUND_PORT || port == PLAINTEXT_PORT {
         count(Counter::CapturePort);
-        return DROP;
+        return REFUSED;
     }
-    let mut tuple = Tuple { remote, local: local(lookup, port), netns };
-    // SAFETY: the value is not read.
-    if unsafe { PASS.get(tuple) }.is_some() {
+    if inside {
+        return PASSED;
+    }
+
+    let tuple = Tuple { remote, local: address::endpoint(&local_ip, port), netns };
+    // SAFETY: the values are copied at once.
+    if is_fresh(unsafe { PASS.get(tuple) }.copied()) {
         count(Counter::ProxyDial);
         return PASSED;
     }
-    tuple.netns = 0;
-    // SAFETY: the value is not read.
-    if unsafe { HOST_CONNS.get(tuple) }.is_some() {
+    // SAFETY: as above.
+    if is_fresh(unsafe { HOST_CONNS.get(tuple) }.copied()) {
         count(Counter::HostConn);
         return PASSED;
     }
@@ -63,56 +70,51 @@ pub fn us_inbound(ctx: SkLookupContext) -> u32 {
         return PASSED;
     }
     count(Counter::NoListener);
-    DROP
+    REFUSED
+}
+
+/// A connection of the pod to itself. Which interface it came by would not tell: for the pod's own address it is eth0.
+#[inline(always)]
+fn is_inside(pod: &Pod, remote: &Words, local: &Words) -> bool {
+    address::is_loopback(remote)
+        || address::is_loopback(local)
+        || address::equal(remote, local)
+        || address::is_own(pod, remote)
 }
 
 #[inline(always)]
-fn is_own(pod: &Pod, remote: Addr) -> bool {
-    if is_mapped(words(remote)) {
-        let v4 = [remote[12], remote[13], remote[14], remote[15]];
-        return v4[0] == 127 || (pod.flags & Pod::HAS_V4 != 0 && v4 == pod.v4);
+fn is_fresh(since: Option<u64>) -> bool {
+    let Some(since) = since else { return false };
+    // SAFETY: takes nothing.
+    let now = unsafe { bpf_ktime_get_ns() };
+    now.saturating_sub(since) < PASS_TTL_NS
+}
+
+#[inline(always)]
+fn ends(lookup: *mut bpf_sk_lookup) -> (Words, Words) {
+    if read!(lookup, bpf_sk_lookup, family) == AF_INET {
+        let remote = read!(lookup, bpf_sk_lookup, remote_ip4);
+        let local = read!(lookup, bpf_sk_lookup, local_ip4);
+        (address::mapped(remote), address::mapped(local))
+    } else {
+        (read_words!(lookup, bpf_sk_lookup, remote_ip6), read_words!(lookup, bpf_sk_lookup, local_ip6))
     }
-    pod.flags & Pod::HAS_V6 != 0 && remote == pod.v6
 }
 
+/// The cookie of the netns that this instance serves: one instruction that the loader finds and fills in.
 #[inline(always)]
-fn remote(lookup: *mut bpf_sk_lookup) -> Endpoint {
-    // SAFETY: fields of the context; the port stands in network order in the first two bytes of its word.
-    let (port, is_v4, v4, v6) = unsafe {
-        (
-            u16::from_be(read_volatile(addr_of!((*lookup).remote_port).cast::<u16>())),
-            read_volatile(addr_of!((*lookup).family)) == AF_INET,
-            read_volatile(addr_of!((*lookup).remote_ip4)),
-            [
-                read_volatile(addr_of!((*lookup).remote_ip6[0])),
-                read_volatile(addr_of!((*lookup).remote_ip6[1])),
-                read_volatile(addr_of!((*lookup).remote_ip6[2])),
-                read_volatile(addr_of!((*lookup).remote_ip6[3])),
-            ],
-        )
-    };
-    Endpoint { addr: either(is_v4, v4, v6), port, _pad: [0; 6] }
+fn pod_netns() -> u64 {
+    let cookie: u64;
+    // SAFETY: loads a constant.
+    unsafe {
+        asm!("{cookie} = {placeholder} ll", cookie = out(reg) cookie, placeholder = const POD_NETNS_PLACEHOLDER,
+            options(pure, nomem, nostack));
+    }
+    cookie
 }
 
-#[inline(always)]
-fn local(lookup: *mut bpf_sk_lookup, port: u16) -> Endpoint {
-    // SAFETY: fields of the context.
-    let (is_v4, v4, v6) = unsafe {
-        (
-            read_volatile(addr_of!((*lookup).family)) == AF_INET,
-            read_volatile(addr_of!((*lookup).local_ip4)),
-            [
-                read_volatile(addr_of!((*lookup).local_ip6[0])),
-                read_volatile(addr_of!((*lookup).local_ip6[1])),
-                read_volatile(addr_of!((*lookup).local_ip6[2])),
-                read_volatile(addr_of!((*lookup).local_ip6[3])),
-            ],
-        )
-    };
-    Endpoint { addr: either(is_v4, v4, v6), port, _pad: [0; 6] }
-}
-
+/// A connection that finds no socket is answered with RST.
+const REFUSED: u32 = 0;
+const PASSED: u32 = 1;
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
-/// A netns' loopback always has this index.
-const LOOPBACK: u32 = 1;

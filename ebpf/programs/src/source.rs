@@ -1,79 +1,78 @@
 //! A connection gets its source port: now the proxy's key for the original destination is known, before the SYN leaves.
-
-use core::ptr::{addr_of, read_volatile};
+//!
+//! Must never set the reply of an event: it may be another program's.
 
 use aya_ebpf::EbpfContext;
 use aya_ebpf::bindings::{
-    BPF_SOCK_OPS_STATE_CB, BPF_SOCK_OPS_STATE_CB_FLAG, BPF_SOCK_OPS_TCP_CONNECT_CB, BPF_TCP_CLOSE,
+    BPF_SOCK_OPS_STATE_CB, BPF_SOCK_OPS_STATE_CB_FLAG, BPF_SOCK_OPS_TCP_CONNECT_CB, BPF_TCP_CLOSE, bpf_sock_ops,
 };
-use aya_ebpf::helpers::{bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_ktime_get_ns};
+use aya_ebpf::helpers::{bpf_get_netns_cookie, bpf_ktime_get_ns};
 use aya_ebpf::macros::sock_ops;
 use aya_ebpf::programs::SockOpsContext;
-use ebpf::{ConnKey, Counter, Endpoint, Tuple};
+use ebpf::{ConnKey, Counter, Dial, Endpoint, Tuple};
 
-use crate::maps::{HOST_CONNS, ORIG_DST, PEERS, count, either, is_mapped, words};
+use crate::address;
+use crate::context::{read, read_pointer, read_words};
+use crate::maps::{HOST_CONNS, ORIG_DST, SK_DIAL, count};
 
 #[sock_ops]
 pub fn us_sock_ops(ctx: SockOpsContext) -> u32 {
-    let op = ctx.op();
-    if op != BPF_SOCK_OPS_TCP_CONNECT_CB && op != BPF_SOCK_OPS_STATE_CB {
-        return 1;
-    }
-    // SAFETY: the context is the one that the kernel gave.
-    let socket = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
-    // SAFETY: the value is copied at once.
-    let Some(peer) = unsafe { PEERS.get(socket) }.copied() else { return 1 };
-    if op == BPF_SOCK_OPS_STATE_CB {
-        if ctx.arg(1) == BPF_TCP_CLOSE {
-            if peer._pad[0] == Endpoint::HOST {
-                let _ = HOST_CONNS.remove(tuple(&ctx, &peer));
-            }
-            let _ = PEERS.remove(socket);
-        }
-        return 1;
-    }
-    let _ = ctx.set_cb_flags((ctx.cb_flags() | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
-    if peer._pad[0] == Endpoint::HOST {
-        // SAFETY: takes nothing.
-        let now = unsafe { bpf_ktime_get_ns() };
-        let _ = HOST_CONNS.insert(tuple(&ctx, &peer), now, 0);
-        return 1;
-    }
-    // SAFETY: the context is the one that the kernel gave.
-    let netns = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
-    let key = ConnKey { netns, source: local(&ctx, &peer) };
-    if ORIG_DST.insert(key, peer, 0).is_err() {
-        count(Counter::OrigDstFull);
+    match read!(ctx.ops, bpf_sock_ops, op) {
+        BPF_SOCK_OPS_TCP_CONNECT_CB => connecting(&ctx),
+        // The event's second argument is the new state.
+        BPF_SOCK_OPS_STATE_CB if read!(ctx.ops, bpf_sock_ops, __bindgen_anon_1, 1) == BPF_TCP_CLOSE => closed(&ctx),
+        _ => {}
     }
     1
 }
 
-/// The connection as the pod at its other end sees it.
 #[inline(always)]
-fn tuple(ctx: &SockOpsContext, peer: &Endpoint) -> Tuple {
-    let mut remote_end = *peer;
-    remote_end._pad = [0; 6];
-    Tuple { remote: local(ctx, peer), local: remote_end, netns: 0 }
+fn connecting(ctx: &SockOpsContext) {
+    let Some(dial) = dial(ctx) else { return };
+    let source = local(ctx.ops, &dial);
+    if dial.kind == Dial::HOST {
+        // SAFETY: takes nothing.
+        let now = unsafe { bpf_ktime_get_ns() };
+        // Without the entry the connection is treated as any other from outside.
+        let _ = HOST_CONNS.insert(Tuple { remote: source, local: dial.to, netns: dial.pod }, now, 0);
+        // What others want to be told of this socket is kept.
+        let flags = read!(ctx.ops, bpf_sock_ops, bpf_sock_ops_cb_flags) | BPF_SOCK_OPS_STATE_CB_FLAG;
+        let _ = ctx.set_cb_flags(flags as i32);
+        return;
+    }
+    // SAFETY: the context is the one that the kernel gave.
+    let netns = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
+    // Without the entry the pod's inbound program refuses the connection.
+    if ORIG_DST.insert(ConnKey { netns, source }, dial.to, 0).is_err() {
+        count(Counter::OrigDstFull);
+    }
+}
+
+/// The port is free again, and the same tuple may be anybody's.
+#[inline(always)]
+fn closed(ctx: &SockOpsContext) {
+    let Some(dial) = dial(ctx) else { return };
+    if dial.kind == Dial::HOST {
+        let _ = HOST_CONNS.remove(Tuple { remote: local(ctx.ops, &dial), local: dial.to, netns: dial.pod });
+    }
+}
+
+#[inline(always)]
+fn dial(ctx: &SockOpsContext) -> Option<Dial> {
+    let socket = read_pointer!(ctx.ops, bpf_sock_ops, __bindgen_anon_2);
+    // A socket that is not a full one never connects.
+    if socket.is_null() { None } else { SK_DIAL.get(socket) }
 }
 
 /// The socket's own address and port, in the family that it really uses: that of an IPv6 socket with a mapped peer is
 /// IPv4.
 #[inline(always)]
-fn local(ctx: &SockOpsContext, peer: &Endpoint) -> Endpoint {
-    let ops = ctx.ops;
-    // SAFETY: fields of the context.
-    let (port, v4, v6) = unsafe {
-        (
-            read_volatile(addr_of!((*ops).local_port)) as u16,
-            read_volatile(addr_of!((*ops).local_ip4)),
-            [
-                read_volatile(addr_of!((*ops).local_ip6[0])),
-                read_volatile(addr_of!((*ops).local_ip6[1])),
-                read_volatile(addr_of!((*ops).local_ip6[2])),
-                read_volatile(addr_of!((*ops).local_ip6[3])),
-            ],
-        )
+fn local(ops: *mut bpf_sock_ops, dial: &Dial) -> Endpoint {
+    let port = read!(ops, bpf_sock_ops, local_port) as u16;
+    let words = if address::is_v4(&address::words_of(&dial.to.addr)) {
+        address::mapped(read!(ops, bpf_sock_ops, local_ip4))
+    } else {
+        read_words!(ops, bpf_sock_ops, local_ip6)
     };
-    let addr = either(is_mapped(words(peer.addr)), v4, v6);
-    Endpoint { addr, port, _pad: [0; 6] }
+    address::endpoint(&words, port)
 }

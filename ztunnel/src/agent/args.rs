@@ -128,9 +128,6 @@ pub struct SizeArgs {
     /// Captured connections that wait for the proxy at most.
     #[arg(long, env = "MAX_WAITING", value_name = "COUNT", default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_waiting: u32,
-    /// Open captured sockets that getpeername is right for.
-    #[arg(long, env = "MAX_SOCKETS", value_name = "COUNT", default_value_t = 262_144, value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_sockets: u32,
 }
 
 /// Flags of `ztunnel agent cleanup`.
@@ -171,7 +168,6 @@ pub struct AgentConfig {
 pub struct Sizes {
     pub max_pods: u32,
     pub max_waiting: u32,
-    pub max_sockets: u32,
 }
 
 /// A setting that cannot be.
@@ -231,11 +227,7 @@ impl RunArgs {
                 backlog: self.times.backlog_timeout,
             },
             probe_timeout: self.times.probe_timeout,
-            sizes: Sizes {
-                max_pods: self.sizes.max_pods,
-                max_waiting: self.sizes.max_waiting,
-                max_sockets: self.sizes.max_sockets,
-            },
+            sizes: Sizes { max_pods: self.sizes.max_pods, max_waiting: self.sizes.max_waiting },
             program: PathBuf::from("/proc/self/exe"),
         })
     }

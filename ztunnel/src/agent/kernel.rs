@@ -155,13 +155,6 @@ impl Kernel {
         Ok(known)
     }
 
-    /// Forgets connections of host processes whose start is so long ago that no packet of it can come.
-    pub fn forget_host_connections(&self) -> Result<(), KernelError> {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
-        self.capture.load().forget_host_conns(now.saturating_sub(HOST_CONNECTION).as_nanos() as u64)
-    }
-
     /// Loads and attaches the node's programs anew, if that was not done a moment ago. What is captured stays so.
     pub fn reload(&self) -> Result<Reload, KernelError> {
         {
@@ -248,8 +241,6 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Longer than the kernel repeats a SYN.
-const HOST_CONNECTION: Duration = Duration::from_secs(300);
 const RELOAD_INTERVAL: Duration = Duration::from_secs(10);
 
 const EVENTS: [(Counter, &str); ebpf::COUNTERS as usize] = [

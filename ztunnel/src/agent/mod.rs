@@ -122,7 +122,6 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     let capture = CaptureConfig {
         max_pods: config.sizes.max_pods,
         max_waiting: config.sizes.max_waiting,
-        max_sockets: config.sizes.max_sockets,
         ..CaptureConfig::new(config.bpf_dir.clone(), root.dir.clone())
     };
     let kernel = Arc::new(Kernel::open(capture, node::describe_node(own.cookie(), &root, &scan))?);

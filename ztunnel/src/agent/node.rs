@@ -143,9 +143,6 @@ impl NodeTask {
         if let Err(error) = self.sweep_kernel() {
             warn!(%error, "what is left of former pods could not be removed");
         }
-        if let Err(error) = self.context.kernel.forget_host_connections() {
-            warn!(%error, "old connections of host processes could not be forgotten");
-        }
         self.sweep_status();
         self.context.proxies.sweep_exemptions();
         let scan = self.context.scanner.within(SWEEP).await;

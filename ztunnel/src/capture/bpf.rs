@@ -1,4 +1,4 @@
-//! The bpf(2) calls that the proxy's and the agent's hot paths need, on map descriptors and without allocation.
+//! Maps by bpf(2): what the proxy and the agent do with them, on descriptors; single entries without allocation.
 
 use std::ffi::CString;
 use std::io;
@@ -34,6 +34,14 @@ unsafe impl Plain for ebpf::ConnKey {}
 unsafe impl Plain for ebpf::Tuple {}
 // SAFETY: as above.
 unsafe impl Plain for ebpf::ListenerKey {}
+
+/// Now, as the programs see it (`CLOCK_MONOTONIC`, nanoseconds).
+pub fn monotonic_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call, and this clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
 
 /// A map with keys `K` and values `V`.
 #[derive(Debug)]
@@ -111,6 +119,33 @@ impl<K: Plain, V: Plain> BpfMap<K, V> {
         Ok(keys)
     }
 
+    /// Number of entries, counted in batches (hash maps). Entries that come and go meanwhile may be missed or seen.
+    pub fn entries(&self) -> io::Result<usize> {
+        let mut keys: Vec<MaybeUninit<K>> = vec![MaybeUninit::uninit(); BATCH as usize];
+        let mut values: Vec<MaybeUninit<V>> = vec![MaybeUninit::uninit(); BATCH as usize];
+        let mut position = 0u64;
+        let mut total = 0;
+        let mut first = true;
+        loop {
+            let mut attr = Batch {
+                in_batch: if first { 0 } else { address(&position) },
+                out_batch: (&raw mut position) as u64,
+                keys: keys.as_mut_ptr() as u64,
+                values: values.as_mut_ptr() as u64,
+                count: BATCH,
+                map_fd: self.fd.as_raw_fd() as u32,
+                elem_flags: 0,
+                flags: 0,
+            };
+            let more = found(bpf_mut(BPF_MAP_LOOKUP_BATCH, &mut attr))?.is_some();
+            total += attr.count as usize;
+            first = false;
+            if !more {
+                return Ok(total);
+            }
+        }
+    }
+
     pub fn max_entries(&self) -> io::Result<u32> {
         Ok(info(self.fd.as_fd())?.max_entries)
     }
@@ -169,15 +204,33 @@ pub fn open_pin(path: &Path) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Pins what a descriptor refers to.
+pub fn pin(object: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let attr = Object { pathname: path.as_ptr() as u64, bpf_fd: object.as_raw_fd() as u32, file_flags: 0 };
+    bpf(BPF_OBJ_PIN, &attr).map(|_| ())
+}
+
+/// The kernel's number of a map.
+pub fn map_id(map: BorrowedFd<'_>) -> io::Result<u32> {
+    Ok(info(map)?.id)
+}
+
 fn info(fd: BorrowedFd<'_>) -> io::Result<MapInfo> {
     let mut info = MapInfo::default();
+    object_info(fd, &mut info)?;
+    Ok(info)
+}
+
+/// Fills `info` with what the kernel tells of a map, program or link. Zeroes and what pointers in it refer to are the
+/// caller's part.
+pub(super) fn object_info<T>(fd: BorrowedFd<'_>, info: &mut T) -> io::Result<()> {
     let attr = InfoRequest {
         bpf_fd: fd.as_raw_fd() as u32,
-        info_len: size_of::<MapInfo>() as u32,
-        info: (&raw mut info) as u64,
+        info_len: size_of::<T>() as u32,
+        info: std::ptr::from_mut(info) as u64,
     };
-    bpf(BPF_OBJ_GET_INFO_BY_FD, &attr)?;
-    Ok(info)
+    bpf(BPF_OBJ_GET_INFO_BY_FD, &attr).map(|_| ())
 }
 
 fn possible_cpus() -> io::Result<usize> {
@@ -198,7 +251,14 @@ fn address<T>(value: &T) -> u64 {
     std::ptr::from_ref(value) as u64
 }
 
-fn bpf<T>(command: u32, attr: &T) -> io::Result<i32> {
+/// As [`bpf`], for commands that answer in `attr`.
+fn bpf_mut<T>(command: u32, attr: &mut T) -> io::Result<i32> {
+    // SAFETY: as in `bpf`; nothing else refers to `attr` meanwhile.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attr), size_of::<T>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+}
+
+pub(super) fn bpf<T>(command: u32, attr: &T) -> io::Result<i32> {
     // SAFETY: `attr` is the prefix of bpf_attr that `command` reads, its size is passed, and the pointers in it are
     // alive until the call ends.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attr), size_of::<T>()) };
@@ -211,6 +271,18 @@ struct Element {
     _pad: u32,
     key: u64,
     value: u64,
+    flags: u64,
+}
+
+#[repr(C)]
+struct Batch {
+    in_batch: u64,
+    out_batch: u64,
+    keys: u64,
+    values: u64,
+    count: u32,
+    map_fd: u32,
+    elem_flags: u64,
     flags: u64,
 }
 
@@ -244,6 +316,11 @@ const BPF_MAP_LOOKUP_ELEM: u32 = 1;
 const BPF_MAP_UPDATE_ELEM: u32 = 2;
 const BPF_MAP_DELETE_ELEM: u32 = 3;
 const BPF_MAP_GET_NEXT_KEY: u32 = 4;
+const BPF_OBJ_PIN: u32 = 6;
 const BPF_OBJ_GET: u32 = 7;
 const BPF_MAP_LOOKUP_AND_DELETE_ELEM: u32 = 21;
 const BPF_OBJ_GET_INFO_BY_FD: u32 = 15;
+const BPF_MAP_LOOKUP_BATCH: u32 = 24;
+
+/// Entries counted by one call.
+const BATCH: u32 = 4096;

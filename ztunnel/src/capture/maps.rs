@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 
 use ebpf::{ConnKey, Endpoint, Tuple};
 
-use super::bpf::BpfMap;
+use super::bpf::{BpfMap, monotonic_ns};
 
 /// Where captured connections wanted to go.
 #[derive(Debug)]
@@ -34,9 +34,10 @@ impl PassMap {
         BpfMap::new(map).map(Self)
     }
 
-    /// Lets the connection from `remote` to the app at `local` in this netns through, until [`PassMap::remove`].
+    /// Lets the connection from `remote` to the app at `local` in this netns through, until [`PassMap::remove`], at
+    /// most for [`ebpf::PASS_TTL_NS`]: the dial must be given up earlier.
     pub fn insert(&self, netns: u64, remote: SocketAddr, local: SocketAddr) -> io::Result<()> {
-        self.0.set(&tuple(netns, remote, local), &0)
+        self.0.set(&tuple(netns, remote, local), &monotonic_ns())
     }
 
     pub fn remove(&self, netns: u64, remote: SocketAddr, local: SocketAddr) -> io::Result<()> {
@@ -54,7 +55,7 @@ pub fn addr(ip: IpAddr) -> ebpf::Addr {
 
 /// An address and port as the maps hold them.
 pub fn endpoint(address: SocketAddr) -> Endpoint {
-    Endpoint { addr: addr(address.ip()), port: address.port(), _pad: [0; 6] }
+    Endpoint::new(addr(address.ip()), address.port())
 }
 
 fn address(endpoint: &Endpoint) -> SocketAddr {

@@ -2,10 +2,14 @@
 //!
 //! Must never let a connection of a captured pod pass in the clear because a part of this is missing.
 
+mod attach;
 pub mod bpf;
+mod error;
 pub mod listeners;
 pub mod maps;
 pub mod netns;
+mod object;
+mod pins;
 pub mod pod_network;
 pub mod programs;
 pub mod sockets;

@@ -1,20 +1,22 @@
 //! Loads the eBPF programs, attaches them to the node and to pods, and pins all of it, so that capture outlives the
 //! agent.
 //!
-//! Must never leave a moment in which a captured pod's connections pass uncaptured: a program is replaced by attaching
-//! the new one before the old one goes (both together do the same as one).
+//! Must never leave a moment in which a captured pod's connections pass uncaptured: a program that changes is exchanged
+//! inside its link, and a link that must be made anew is attached before the old one goes.
 
-use std::fs;
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use aya::programs::links::FdLink;
-use aya::programs::{CgroupAttachMode, CgroupSock, CgroupSockAddr, ProgramError, SkLookup, SockOps};
-use aya::{Ebpf, EbpfError, EbpfLoader};
-use ebpf::{Addr, COUNTERS, Counter, LAYOUT_VERSION, ListenerKey, Node, Pod, Tuple};
+use ebpf::{Addr, COUNTERS, ConnKey, Counter, Endpoint, ListenerKey, Node, Pod, Tuple};
 
-use super::bpf::{BpfMap, open_pin};
+use super::attach::{self, Hook};
+use super::bpf::{self, BpfMap, open_pin};
+use super::object::{InboundProgram, NODE_PROGRAMS, NodeObject};
+use super::pins::{Pins, Target, need_cgroup2};
+
+pub use super::error::CaptureError;
 
 /// Where and how large.
 #[derive(Debug, Clone)]
@@ -27,15 +29,13 @@ pub struct CaptureConfig {
     pub max_pods: u32,
     /// Captured connections that wait for the proxy at most; the oldest go first.
     pub max_waiting: u32,
-    /// Open captured sockets that `getpeername` is right for.
-    pub max_sockets: u32,
 }
 
 /// Capture of a node, loaded and pinned.
 #[derive(Debug)]
 pub struct Capture {
-    dir: PathBuf,
-    config: CaptureConfig,
+    pins: Pins,
+    inbound: InboundProgram,
     pods: BpfMap<u64, Pod>,
     pod_ips: BpfMap<Addr, u64>,
     exempt: BpfMap<u64, u8>,
@@ -43,6 +43,9 @@ pub struct Capture {
     listeners: BpfMap<ListenerKey, u32>,
     counters: BpfMap<u32, u64>,
     probed: BpfMap<u64, u64>,
+    orig_dst: BpfMap<ConnKey, Endpoint>,
+    pass: BpfMap<Tuple, u64>,
+    host_conns: BpfMap<Tuple, u64>,
 }
 
 /// Descriptors of the maps that the proxy works with.
@@ -53,83 +56,50 @@ pub struct CaptureMapFds {
     pub counters: OwnedFd,
 }
 
-/// Why capture could not be set up, with what to do about it.
-#[derive(Debug, thiserror::Error)]
-pub enum CaptureError {
-    #[error("{0} is not in a bpffs and none could be mounted there ({1}); mount one: mount -t bpf bpf /sys/fs/bpf")]
-    NoBpffs(PathBuf, io::Error),
-    #[error("{0} is not in a cgroup v2 hierarchy; mount one: mount -t cgroup2 none /sys/fs/cgroup/unified")]
-    NoCgroup2(PathBuf),
-    #[error("{step} {path}: {source}")]
-    Pin { step: &'static str, path: PathBuf, source: io::Error },
-    #[error("map {name}: {source}")]
-    Map { name: &'static str, source: io::Error },
-    #[error("loading the eBPF object: {0}")]
-    Object(#[source] Box<EbpfError>),
-    #[error("program {name}: {source}; Linux 5.15 or later with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF is needed")]
-    Program { name: &'static str, source: Box<ProgramError> },
-    #[error("attaching program {name}: {reason}")]
-    Attach { name: &'static str, reason: String },
-}
-
 impl CaptureConfig {
     pub fn new(bpf_dir: PathBuf, cgroup_root: PathBuf) -> Self {
-        Self { bpf_dir, cgroup_root, max_pods: 4096, max_waiting: 65536, max_sockets: 262_144 }
+        Self { bpf_dir, cgroup_root, max_pods: 4096, max_waiting: 65536 }
     }
 }
 
 impl Capture {
-    /// Loads the programs and attaches them to the node, adopting maps that are pinned already. What was captured
-    /// stays captured meanwhile. Mends what a crash has left half-done.
+    /// Loads the programs and attaches them to the node. Adopts what is pinned already: maps with what is in them,
+    /// links with their program, which is exchanged if the object has another. Mends what a crash has left half-done.
     pub fn open(config: CaptureConfig) -> Result<Self, CaptureError> {
-        need_bpffs(&config.bpf_dir)?;
         need_cgroup2(&config.cgroup_root)?;
-        let dir = config.bpf_dir.join(format!("v{LAYOUT_VERSION}"));
-        for sub in ["maps", "links"] {
-            let path = dir.join(sub);
-            fs::create_dir_all(&path).map_err(|source| CaptureError::Pin { step: "making", path, source })?;
+        let (pins, _turn) = Pins::open(&config.bpf_dir)?;
+        let sizes = [
+            ("PODS", config.max_pods),
+            ("POD_IPS", config.max_pods * 2),
+            ("PROBED", config.max_pods),
+            ("LISTENERS", config.max_pods * 2),
+            ("ORIG_DST", config.max_waiting),
+        ];
+        let object = NodeObject::load(&pins.maps(), &sizes)?;
+        let capture = Self {
+            inbound: InboundProgram::parse(&pins.maps())?,
+            pods: pins.map("PODS")?,
+            pod_ips: pins.map("POD_IPS")?,
+            exempt: pins.map("EXEMPT_CGROUPS")?,
+            node: pins.map("NODE")?,
+            listeners: pins.map("LISTENERS")?,
+            counters: pins.map("COUNTERS")?,
+            probed: pins.map("PROBED")?,
+            orig_dst: pins.map("ORIG_DST")?,
+            pass: pins.map("PASS")?,
+            host_conns: pins.map("HOST_CONNS")?,
+            pins,
+        };
+        let opening = |e| CaptureError::pin("opening", &config.cgroup_root, e);
+        let cgroup = File::open(&config.cgroup_root).map_err(opening)?;
+        let cgroup_id = cgroup.metadata().map_err(opening)?.ino();
+        // A change of programs that belong together begins with those that only read what others write.
+        for (name, hook) in NODE_PROGRAMS {
+            let target = Target { fd: cgroup.as_fd(), id: cgroup_id, name: &config.cgroup_root.to_string_lossy() };
+            capture.pins.attach(name, hook, object.program(name)?, target)?;
         }
-        remove_unfinished(&dir.join("links"))?;
-        let mut object = load(&dir, &config, 0)?;
-        let cgroup = fs::File::open(&config.cgroup_root).map_err(|source| CaptureError::Pin {
-            step: "opening",
-            path: config.cgroup_root.clone(),
-            source,
-        })?;
-        for name in ["us_connect4", "us_connect6", "us_getpeername4", "us_getpeername6"] {
-            let program: &mut CgroupSockAddr = program(&mut object, name)?;
-            program.load().map_err(|e| program_error(name, e))?;
-            let link = program.attach(&cgroup, CgroupAttachMode::Single).map_err(|e| program_error(name, e))?;
-            let link = program.take_link(link).map_err(|e| program_error(name, e))?;
-            pin(&dir, name, link.try_into().map_err(|e| attach_error(name, e))?)?;
-        }
-        {
-            let name = "us_sock_create";
-            let program: &mut CgroupSock = program(&mut object, name)?;
-            program.load().map_err(|e| program_error(name, e))?;
-            let link = program.attach(&cgroup, CgroupAttachMode::Single).map_err(|e| program_error(name, e))?;
-            let link = program.take_link(link).map_err(|e| program_error(name, e))?;
-            pin(&dir, name, link.try_into().map_err(|e| attach_error(name, e))?)?;
-        }
-        {
-            let name = "us_sock_ops";
-            let program: &mut SockOps = program(&mut object, name)?;
-            program.load().map_err(|e| program_error(name, e))?;
-            let link = program.attach(&cgroup, CgroupAttachMode::Single).map_err(|e| program_error(name, e))?;
-            let link = program.take_link(link).map_err(|e| program_error(name, e))?;
-            pin(&dir, name, link.try_into().map_err(|e| attach_error(name, e))?)?;
-        }
-        Ok(Self {
-            pods: map(&dir, "PODS")?,
-            pod_ips: map(&dir, "POD_IPS")?,
-            exempt: map(&dir, "EXEMPT_CGROUPS")?,
-            node: map(&dir, "NODE")?,
-            listeners: map(&dir, "LISTENERS")?,
-            counters: map(&dir, "COUNTERS")?,
-            probed: map(&dir, "PROBED")?,
-            dir,
-            config,
-        })
+        capture.renew_inbound()?;
+        Ok(capture)
     }
 
     pub fn set_node(&self, node: &Node) -> Result<(), CaptureError> {
@@ -200,38 +170,33 @@ impl Capture {
 
     /// From now on connections to the pod go to its listeners; its record must be set before.
     pub fn attach_inbound(&self, netns: BorrowedFd<'_>, cookie: u64) -> Result<(), CaptureError> {
-        let name = "us_inbound";
-        let mut object = load(&self.dir, &self.config, cookie)?;
-        let program: &mut SkLookup = program(&mut object, name)?;
-        program.load().map_err(|e| program_error(name, e))?;
-        let link = program.attach(netns).map_err(|e| program_error(name, e))?;
-        let link = program.take_link(link).map_err(|e| program_error(name, e))?;
-        pin(&self.dir, &inbound_pin(cookie), link.into())
+        let pin = inbound_pin(cookie);
+        let name = format!("netns {cookie}");
+        let meta = rustix::fs::fstat(netns).map_err(|e| CaptureError::attach(&pin, &name, e.into()))?;
+        let program = self.inbound.load(cookie)?;
+        let target = Target { fd: netns, id: meta.st_ino, name: &name };
+        self.pins.attach(&pin, Hook::SkLookup, program.as_fd(), target)
     }
 
     /// New connections to the pod reach its apps again.
     pub fn detach_inbound(&self, cookie: u64) -> Result<(), CaptureError> {
-        unpin(&self.dir.join("links").join(inbound_pin(cookie)))
+        self.pins.remove_link(&inbound_pin(cookie))
     }
 
     /// The netns cookies of pods with a pinned inbound program.
     pub fn inbound_links(&self) -> Result<Vec<u64>, CaptureError> {
-        let path = self.dir.join("links");
-        let entries =
-            fs::read_dir(&path).map_err(|source| CaptureError::Pin { step: "listing", path: path.clone(), source })?;
-        let names = entries.filter_map(|e| e.ok()?.file_name().into_string().ok());
-        Ok(names.filter_map(|n| n.strip_prefix(INBOUND)?.parse().ok()).collect())
+        let names = self.pins.links()?;
+        Ok(names.iter().filter_map(|name| name.strip_prefix(INBOUND_PIN)?.parse().ok()).collect())
     }
 
-    /// Whether the pod's inbound program is attached to this very netns.
+    /// Whether the pod's inbound program is attached, and its netns still there.
     pub fn inbound_attached(&self, cookie: u64) -> bool {
-        // A netns that ends takes its links' attachments with it; its cookie is never used again.
-        open_pin(&self.dir.join("links").join(inbound_pin(cookie))).is_ok()
+        let link = self.pins.link(&inbound_pin(cookie)).ok().flatten();
+        link.is_some_and(|link| attach::link_state(link.as_fd()).is_ok_and(|state| state.target != 0))
     }
 
     /// The socket to which connections of this kind (15006 or 15008) go.
     pub fn set_listener(&self, netns: u64, port: u16, socket: BorrowedFd<'_>) -> Result<(), CaptureError> {
-        use std::os::fd::AsRawFd;
         let key = ListenerKey { netns, port: port.into(), _pad: 0 };
         let fd = socket.as_raw_fd() as u32;
         self.listeners.set(&key, &fd).map_err(|source| CaptureError::Map { name: "LISTENERS", source })
@@ -241,6 +206,10 @@ impl Capture {
     pub fn listeners(&self) -> Result<Vec<(u64, u16)>, CaptureError> {
         let keys = self.listeners.keys().map_err(|source| CaptureError::Map { name: "LISTENERS", source })?;
         Ok(keys.into_iter().map(|k| (k.netns, k.port as u16)).collect())
+    }
+
+    pub fn has_listener(&self, netns: u64, port: u16) -> Result<bool, CaptureError> {
+        Ok(self.listeners()?.contains(&(netns, port)))
     }
 
     pub fn clear_listeners(&self, netns: u64) -> Result<(), CaptureError> {
@@ -253,7 +222,7 @@ impl Capture {
 
     pub fn map_fds(&self) -> Result<CaptureMapFds, CaptureError> {
         let open = |name: &'static str| {
-            open_pin(&self.dir.join("maps").join(name)).map_err(|source| CaptureError::Map { name, source })
+            open_pin(&self.pins.maps().join(name)).map_err(|source| CaptureError::Map { name, source })
         };
         Ok(CaptureMapFds { orig_dst: open("ORIG_DST")?, pass: open("PASS")?, counters: open("COUNTERS")? })
     }
@@ -278,39 +247,22 @@ impl Capture {
         Ok(seen.unwrap_or(0))
     }
 
-    /// Entries of the maps that only ever grow by our doing: (map, entries, room).
-    pub fn fill(&self) -> Result<[(&'static str, usize, u32); 3], CaptureError> {
-        let map_error = |name| move |source| CaptureError::Map { name, source };
-        Ok([
-            (
-                "PODS",
-                self.pods.keys().map_err(map_error("PODS"))?.len(),
-                self.pods.max_entries().map_err(map_error("PODS"))?,
-            ),
-            (
-                "POD_IPS",
-                self.pod_ips.keys().map_err(map_error("POD_IPS"))?.len(),
-                self.pod_ips.max_entries().map_err(map_error("POD_IPS"))?,
-            ),
-            (
-                "LISTENERS",
-                self.listeners.keys().map_err(map_error("LISTENERS"))?.len(),
-                self.listeners.max_entries().map_err(map_error("LISTENERS"))?,
-            ),
+    /// How full the maps are: (map, entries, room). `ORIG_DST`, `PASS` and `HOST_CONNS` drop the oldest when full.
+    pub fn fill(&self) -> Result<Vec<(&'static str, usize, u32)>, CaptureError> {
+        Ok(vec![
+            fill("PODS", &self.pods)?,
+            fill("POD_IPS", &self.pod_ips)?,
+            fill("ORIG_DST", &self.orig_dst)?,
+            fill("PASS", &self.pass)?,
+            fill("HOST_CONNS", &self.host_conns)?,
+            ("LISTENERS", self.listeners()?.len(), room("LISTENERS", &self.listeners)?),
         ])
     }
 
-    /// Removes connections of host processes that are noted since before `oldest` (nanoseconds of CLOCK_MONOTONIC),
-    /// whose end was not seen.
-    pub fn forget_host_conns(&self, oldest: u64) -> Result<(), CaptureError> {
-        let map_error = |source| CaptureError::Map { name: "HOST_CONNS", source };
-        let conns: BpfMap<Tuple, u64> = map(&self.dir, "HOST_CONNS")?;
-        for key in conns.keys().map_err(map_error)? {
-            if conns.get(&key).map_err(map_error)?.is_some_and(|since| since < oldest) {
-                conns.remove(&key).map_err(map_error)?;
-            }
-        }
-        Ok(())
+    /// Removes what versions with other map layouts have pinned. Their programs capture until then, so this comes
+    /// after all pods are enrolled anew.
+    pub fn remove_other_versions(&self) -> Result<(), CaptureError> {
+        self.pins.remove_other_versions()
     }
 
     /// Ends capture on the node: all links, maps and pins go.
@@ -318,141 +270,41 @@ impl Capture {
         if !bpf_dir.exists() {
             return Ok(());
         }
-        fs::remove_dir_all(bpf_dir).map_err(|source| CaptureError::Pin {
-            step: "removing",
-            path: bpf_dir.to_owned(),
-            source,
-        })
+        fs::remove_dir_all(bpf_dir).map_err(|e| CaptureError::pin("removing", bpf_dir, e))
+    }
+
+    /// Brings the pods' inbound programs up to date, and removes those of netns that are gone.
+    fn renew_inbound(&self) -> Result<(), CaptureError> {
+        for cookie in self.inbound_links()? {
+            let pin = inbound_pin(cookie);
+            let error = |e| CaptureError::attach(&pin, &format!("netns {cookie}"), e);
+            let Some(link) = self.pins.link(&pin)? else { continue };
+            let state = attach::link_state(link.as_fd()).map_err(error)?;
+            if state.target == 0 {
+                self.pins.remove_link(&pin)?;
+                continue;
+            }
+            let program = self.inbound.load(cookie)?;
+            self.pins.exchange(&link, state.program, program.as_fd()).map_err(error)?;
+        }
+        Ok(())
     }
 }
 
 fn inbound_pin(cookie: u64) -> String {
-    format!("{INBOUND}{cookie}")
+    format!("{INBOUND_PIN}{cookie}")
 }
 
-fn load(dir: &Path, config: &CaptureConfig, netns: u64) -> Result<Ebpf, CaptureError> {
-    let mut loader = EbpfLoader::new();
-    for name in MAPS {
-        loader.map_pin_path(name, dir.join("maps").join(name));
-    }
-    loader
-        .map_max_entries("PODS", config.max_pods)
-        .map_max_entries("POD_IPS", config.max_pods * 2)
-        .map_max_entries("LISTENERS", config.max_pods * 2)
-        .map_max_entries("ORIG_DST", config.max_waiting)
-        .map_max_entries("PEERS", config.max_sockets)
-        .override_global("POD_NETNS", &netns, true);
-    loader.load(ebpf::OBJECT).map_err(|e| CaptureError::Object(Box::new(e)))
-}
-
-fn program<'a, P>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, CaptureError>
-where
-    &'a mut P: TryFrom<&'a mut aya::programs::Program, Error = ProgramError>,
-{
-    let found = object
-        .program_mut(name)
-        .ok_or_else(|| CaptureError::Attach { name, reason: "it is not in the object".into() })?;
-    found.try_into().map_err(|e| program_error(name, e))
-}
-
-fn program_error(name: &'static str, source: ProgramError) -> CaptureError {
-    CaptureError::Program { name, source: Box::new(source) }
-}
-
-fn attach_error(name: &'static str, error: impl std::fmt::Display) -> CaptureError {
-    CaptureError::Attach { name, reason: error.to_string() }
-}
-
-/// Pins a new link and lets the one that was there go. Both are attached for a moment, never none.
-fn pin(dir: &Path, name: &str, link: FdLink) -> Result<(), CaptureError> {
-    let path = dir.join("links").join(name);
-    let fresh = dir.join("links").join(format!("{UNFINISHED}{name}"));
-    link.pin(&fresh).map_err(|e| CaptureError::Pin {
-        step: "pinning",
-        path: fresh.clone(),
-        source: io::Error::other(e),
-    })?;
-    unpin(&path)?;
-    fs::rename(&fresh, &path).map_err(|source| CaptureError::Pin { step: "renaming to", path, source })
-}
-
-fn unpin(path: &Path) -> Result<(), CaptureError> {
-    match fs::remove_file(path) {
-        Err(source) if source.kind() != io::ErrorKind::NotFound => {
-            Err(CaptureError::Pin { step: "removing", path: path.to_owned(), source })
-        }
-        _ => Ok(()),
-    }
-}
-
-/// A crash between pinning and renaming leaves the new link under its first name: it takes its place, unless the old
-/// one still stands.
-fn remove_unfinished(links: &Path) -> Result<(), CaptureError> {
-    let listing = |source| CaptureError::Pin { step: "listing", path: links.to_owned(), source };
-    for entry in fs::read_dir(links).map_err(listing)? {
-        let path = entry.map_err(listing)?.path();
-        let Some(name) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_prefix(UNFINISHED)) else {
-            continue;
-        };
-        let place = links.join(name);
-        if place.exists() {
-            unpin(&path)?;
-        } else {
-            fs::rename(&path, &place).map_err(|source| CaptureError::Pin {
-                step: "renaming to",
-                path: place,
-                source,
-            })?;
-        }
-    }
-    Ok(())
-}
-
-fn map<K: super::bpf::Plain, V: super::bpf::Plain>(
-    dir: &Path,
+fn fill<K: bpf::Plain, V: bpf::Plain>(
     name: &'static str,
-) -> Result<BpfMap<K, V>, CaptureError> {
-    BpfMap::open(&dir.join("maps").join(name)).map_err(|source| CaptureError::Map { name, source })
+    map: &BpfMap<K, V>,
+) -> Result<(&'static str, usize, u32), CaptureError> {
+    let entries = map.entries().map_err(|source| CaptureError::Map { name, source })?;
+    Ok((name, entries, room(name, map)?))
 }
 
-fn need_cgroup2(root: &Path) -> Result<(), CaptureError> {
-    match rustix::fs::statfs(root) {
-        Ok(stat) if stat.f_type as u64 == CGROUP2_MAGIC => Ok(()),
-        _ => Err(CaptureError::NoCgroup2(root.to_owned())),
-    }
+fn room<K: bpf::Plain, V: bpf::Plain>(name: &'static str, map: &BpfMap<K, V>) -> Result<u32, CaptureError> {
+    map.max_entries().map_err(|source| CaptureError::Map { name, source })
 }
 
-/// Makes the folder; mounts a bpffs at `/sys/fs/bpf` where that is what is missing.
-fn need_bpffs(dir: &Path) -> Result<(), CaptureError> {
-    let no_bpffs = |e: io::Error| CaptureError::NoBpffs(dir.to_owned(), e);
-    let above = dir.ancestors().find(|p| p.exists()).unwrap_or(Path::new("/"));
-    let is_bpffs = |path: &Path| rustix::fs::statfs(path).is_ok_and(|s| s.f_type as u64 == BPF_MAGIC);
-    if !is_bpffs(above) {
-        if !dir.starts_with(BPFFS) {
-            return Err(no_bpffs(io::Error::other("it is not below /sys/fs/bpf")));
-        }
-        let none: Option<&std::ffi::CStr> = None;
-        rustix::mount::mount("bpf", BPFFS, "bpf", rustix::mount::MountFlags::empty(), none)
-            .map_err(|e| no_bpffs(e.into()))?;
-    }
-    fs::create_dir_all(dir).map_err(no_bpffs)
-}
-
-const MAPS: [&str; 11] = [
-    "PODS",
-    "POD_IPS",
-    "EXEMPT_CGROUPS",
-    "NODE",
-    "ORIG_DST",
-    "PEERS",
-    "PASS",
-    "HOST_CONNS",
-    "LISTENERS",
-    "COUNTERS",
-    "PROBED",
-];
-const INBOUND: &str = "inbound-";
-const UNFINISHED: &str = "new-";
-const BPFFS: &str = "/sys/fs/bpf";
-const BPF_MAGIC: u64 = 0xcafe_4a11;
-const CGROUP2_MAGIC: u64 = 0x6367_7270;
+const INBOUND_PIN: &str = "inbound-";

@@ -24,6 +24,9 @@ pub fn run(root: &Path, check: bool) -> anyhow::Result<()> {
         eprintln!("xtask: wrote {}", committed.display());
         return Ok(());
     }
+    // A workspace of its own, which a format check of the project does not see.
+    let format = Command::new("cargo").args(["fmt", "--check"]).current_dir(root.join("ebpf/programs")).status();
+    ensure!(format.context("starting cargo fmt")?.success(), "ebpf/programs is not formatted: cargo fmt there");
     let (old, new) = (code(&committed)?, code(&built)?);
     let differing: Vec<&String> =
         old.keys().chain(new.keys()).filter(|name| old.get(*name) != new.get(*name)).collect();

@@ -125,8 +125,7 @@ fn of_pod(ctx: &SockAddrContext, netns: u64, pod: &Pod, to: &Words, port: u16) -
         count(Counter::NoFamily);
         return Decision::Unreachable;
     }
-    let listener =
-        if is_v4 { address::mapped(u32::from_ne_bytes(pod.v4)) } else { address::words_of(&pod.v6) };
+    let listener = if is_v4 { address::mapped(u32::from_ne_bytes(pod.v4)) } else { address::words_of(&pod.v6) };
     if fail_open && !is_listening(ctx, &listener, is_v4) {
         count(Counter::FailedOpen);
         return Decision::Allow;

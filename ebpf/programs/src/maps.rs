@@ -83,8 +83,7 @@ impl<T: Copy> SkStorage<T> {
     pub fn set(&self, sk: *mut c_void, value: &mut T) -> bool {
         const CREATE: u64 = 1;
         // SAFETY: the kernel copies the value when it makes the storage.
-        let slot =
-            unsafe { bpf_sk_storage_get(self.map(), sk, ptr::from_mut(value).cast(), CREATE) }.cast::<T>();
+        let slot = unsafe { bpf_sk_storage_get(self.map(), sk, ptr::from_mut(value).cast(), CREATE) }.cast::<T>();
         if slot.is_null() {
             return false;
         }

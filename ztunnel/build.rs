@@ -7,7 +7,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ["proto"],
     )?;
     tonic_prost_build::configure()
-        .btree_map(".envoy.service.discovery")
+        .btree_map(".")
         .bytes(".istio")
         .include_file("wire.rs")
         .compile_fds(files)?;

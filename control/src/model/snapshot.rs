@@ -1,0 +1,306 @@
+//! What is served at one moment: encoded resources by name, and the ways to find them.
+//!
+//! Must never change once published: streams compare an older snapshot with a newer one, which share what is the same.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use imbl::ordmap::DiffItem;
+use imbl::{OrdMap, OrdSet};
+use prost::Message;
+use ztunnel::manifests::ObjectKey;
+use ztunnel::proto::{security, workload};
+
+/// The resources of one moment. Cloning costs nothing worth mentioning.
+#[derive(Debug, Clone, Default)]
+pub struct Snapshot {
+    pub generation: u64,
+    /// Workloads and services, by uid or `namespace/hostname`.
+    addresses: OrdMap<Arc<str>, Arc<Resource>>,
+    authorizations: OrdMap<Arc<str>, Arc<Resource>>,
+    /// Names of workloads and services, by `network/ip`.
+    pub(super) by_alias: OrdMap<Arc<str>, OrdSet<Arc<str>>>,
+    /// Uids of the workloads behind a service, by `namespace/hostname`.
+    pub(super) endpoints: OrdMap<Arc<str>, OrdSet<Arc<str>>>,
+    /// Uids of the workloads on a node.
+    pub(super) by_node: OrdMap<Arc<str>, OrdSet<Arc<str>>>,
+    /// What in otherwise good objects cannot be served.
+    pub problems: OrdMap<ObjectKey, Arc<str>>,
+}
+
+/// One resource, encoded once for all streams.
+#[derive(Debug, Clone)]
+pub struct Resource {
+    pub name: Arc<str>,
+    pub kind: Kind,
+    /// Hash of the content: the same on every replica and after a restart.
+    pub version: u64,
+    /// The encoded `Workload`, `Service` or `Authorization`.
+    pub body: Box<[u8]>,
+    /// `network/ip` of each address that it can be found by.
+    pub aliases: Box<[Arc<str>]>,
+    /// The services that a workload is behind.
+    pub services: Box<[Arc<str>]>,
+    /// The node that a workload is on.
+    pub node: Option<Arc<str>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Workload,
+    Service,
+    Authorization,
+}
+
+/// Which resources a stream asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Set {
+    /// Workloads and services, as `istio.workload.Address`.
+    Addresses,
+    /// Workloads alone, as `istio.workload.Workload`.
+    Workloads,
+    Authorizations,
+}
+
+/// What a name stands for.
+#[derive(Debug, Default)]
+pub struct Resolved {
+    pub resources: Vec<Arc<Resource>>,
+    /// The services among them: all their workloads belong to the answer.
+    pub services: Vec<Arc<str>>,
+}
+
+/// One difference between two snapshots.
+#[derive(Debug)]
+pub enum Change<'a> {
+    Put { old: Option<&'a Arc<Resource>>, new: &'a Arc<Resource> },
+    Gone(&'a Arc<Resource>),
+}
+
+impl Snapshot {
+    pub fn get(&self, set: Set, name: &str) -> Option<&Arc<Resource>> {
+        self.map(set).get(name).filter(|r| set.has(r))
+    }
+
+    pub fn all(&self, set: Set) -> impl Iterator<Item = &Arc<Resource>> {
+        self.map(set).values().filter(move |r| set.has(r))
+    }
+
+    /// Finds what a name stands for: a resource's own name first, then a workload's address, then a service's.
+    pub fn resolve(&self, set: Set, name: &str) -> Resolved {
+        let mut resolved = Resolved::default();
+        if let Some(resource) = self.get(set, name) {
+            resolved.resources.push(resource.clone());
+        } else if set != Set::Authorizations {
+            let found = self.by_alias.get(name).into_iter().flatten().filter_map(|name| self.get(set, name));
+            let (workloads, services): (Vec<_>, Vec<_>) = found.cloned().partition(|r| r.kind == Kind::Workload);
+            resolved.resources = if workloads.is_empty() { services } else { workloads };
+        }
+        let services = resolved.resources.iter().filter(|r| r.kind == Kind::Service);
+        resolved.services = services.map(|r| r.name.clone()).collect();
+        resolved
+    }
+
+    /// The workloads behind a service.
+    pub fn endpoints<'a>(&'a self, service: &str) -> impl Iterator<Item = &'a Arc<Resource>> {
+        self.endpoints.get(service).into_iter().flatten().filter_map(|uid| self.addresses.get(uid))
+    }
+
+    /// The workloads on a node.
+    pub fn on_node<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Arc<Resource>> {
+        self.by_node.get(node).into_iter().flatten().filter_map(|uid| self.addresses.get(uid))
+    }
+
+    /// What differs from an older snapshot. Costs what changed, not what there is.
+    pub fn changes_since<'a>(&'a self, older: &'a Snapshot, set: Set) -> impl Iterator<Item = Change<'a>> {
+        older.map(set).diff(self.map(set)).filter_map(move |item| match item {
+            DiffItem::Add(_, new) => set.has(new).then_some(Change::Put { old: None, new }),
+            DiffItem::Update { old: (_, old), new: (_, new) } => {
+                set.has(new).then_some(Change::Put { old: Some(old), new })
+            }
+            DiffItem::Remove(_, old) => set.has(old).then_some(Change::Gone(old)),
+        })
+    }
+
+    /// How many workloads, services and authorizations there are.
+    pub fn counts(&self) -> [(&'static str, usize); 3] {
+        let workloads = self.all(Set::Workloads).count();
+        [
+            ("workload", workloads),
+            ("service", self.addresses.len() - workloads),
+            ("authorization", self.authorizations.len()),
+        ]
+    }
+
+    /// Puts a resource in; whether that changed anything.
+    pub(super) fn put(&mut self, resource: Resource) -> bool {
+        if self.addresses.get(&resource.name).is_some_and(|held| **held == resource) {
+            return false;
+        }
+        self.remove(&resource.name);
+        let resource = Arc::new(resource);
+        let name = &resource.name;
+        index(&mut self.by_alias, &resource.aliases, name);
+        index(&mut self.endpoints, &resource.services, name);
+        index(&mut self.by_node, resource.node.as_slice(), name);
+        self.addresses.insert(name.clone(), resource);
+        true
+    }
+
+    /// Takes a resource out; whether it was there.
+    pub(super) fn remove(&mut self, name: &str) -> bool {
+        let Some(resource) = self.addresses.remove(name) else { return false };
+        unindex(&mut self.by_alias, &resource.aliases, name);
+        unindex(&mut self.endpoints, &resource.services, name);
+        unindex(&mut self.by_node, resource.node.as_slice(), name);
+        true
+    }
+
+    fn map(&self, set: Set) -> &OrdMap<Arc<str>, Arc<Resource>> {
+        match set {
+            Set::Addresses | Set::Workloads => &self.addresses,
+            Set::Authorizations => &self.authorizations,
+        }
+    }
+}
+
+impl Set {
+    pub const ALL: [Self; 3] = [Self::Addresses, Self::Workloads, Self::Authorizations];
+
+    pub fn type_url(self) -> &'static str {
+        match self {
+            Self::Addresses => "type.googleapis.com/istio.workload.Address",
+            Self::Workloads => "type.googleapis.com/istio.workload.Workload",
+            Self::Authorizations => "type.googleapis.com/istio.security.Authorization",
+        }
+    }
+
+    pub fn from_type_url(url: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|set| set.type_url() == url)
+    }
+
+    fn has(self, resource: &Resource) -> bool {
+        match self {
+            Self::Addresses | Self::Authorizations => true,
+            Self::Workloads => resource.kind == Kind::Workload,
+        }
+    }
+}
+
+impl Resource {
+    pub fn workload(value: &workload::Workload) -> Self {
+        let host_network = value.network_mode == workload::NetworkMode::HostNetwork as i32;
+        // Several workloads share a host's address: found by it, each would be the wrong one.
+        let addresses = value.addresses.iter().filter(|_| !host_network);
+        Self {
+            aliases: addresses.filter_map(|a| alias(&value.network, a)).collect(),
+            services: value.services.keys().map(|key| key.as_str().into()).collect(),
+            node: Some(value.node.as_str()).filter(|n| !n.is_empty()).map(Into::into),
+            ..Self::encode(value.uid.as_str().into(), Kind::Workload, value)
+        }
+    }
+
+    pub fn service(value: &workload::Service) -> Self {
+        let name = format!("{}/{}", value.namespace, value.hostname);
+        Self {
+            aliases: value.addresses.iter().filter_map(|a| alias(&a.network, &a.address)).collect(),
+            ..Self::encode(name.into(), Kind::Service, value)
+        }
+    }
+
+    /// The resource as the wire wants it in a set. `aliases`: whether to tell under which further names it is found.
+    pub fn to_wire(&self, set: Set, aliases: bool) -> ztunnel::proto::discovery::Resource {
+        let value = match set {
+            Set::Workloads | Set::Authorizations => self.body.to_vec(),
+            // `Address` holds a workload as field 1, a service as field 2.
+            Set::Addresses => {
+                let mut value = Vec::with_capacity(self.body.len() + 6);
+                value.push(if self.kind == Kind::Service { 0x12 } else { 0x0a });
+                prost::encoding::encode_varint(self.body.len() as u64, &mut value);
+                value.extend_from_slice(&self.body);
+                value
+            }
+        };
+        ztunnel::proto::discovery::Resource {
+            version: self.version_text(),
+            resource: Some(prost_types::Any { type_url: set.type_url().to_owned(), value }),
+            name: self.name.to_string(),
+            aliases: if aliases { self.aliases.iter().map(ToString::to_string).collect() } else { Vec::new() },
+            ttl: None,
+        }
+    }
+
+    pub fn version_text(&self) -> String {
+        format!("{:016x}", self.version)
+    }
+
+    /// Roughly its length on the wire.
+    pub fn wire_len(&self) -> usize {
+        self.body.len() + self.name.len() + self.aliases.iter().map(|a| a.len() + 4).sum::<usize>() + 96
+    }
+
+    /// The decoded workload or service, for people.
+    pub fn decode(&self) -> Option<Decoded> {
+        match self.kind {
+            Kind::Workload => workload::Workload::decode(&*self.body).ok().map(Decoded::Workload),
+            Kind::Service => workload::Service::decode(&*self.body).ok().map(Decoded::Service),
+            Kind::Authorization => security::Authorization::decode(&*self.body).ok().map(Decoded::Authorization),
+        }
+    }
+
+    fn encode(name: Arc<str>, kind: Kind, message: &impl Message) -> Self {
+        let body = message.encode_to_vec().into_boxed_slice();
+        let version = content_hash(&body);
+        Self { name, kind, version, body, aliases: Box::default(), services: Box::default(), node: None }
+    }
+}
+
+/// A resource that was decoded again.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Decoded {
+    Workload(workload::Workload),
+    Service(workload::Service),
+    Authorization(security::Authorization),
+}
+
+impl PartialEq for Resource {
+    /// All else follows from the content.
+    fn eq(&self, other: &Self) -> bool {
+        self.version == other.version && self.name == other.name && self.body == other.body
+    }
+}
+
+/// `network/ip`.
+fn alias(network: &str, address: &[u8]) -> Option<Arc<str>> {
+    let address = match address.len() {
+        4 => IpAddr::from(<[u8; 4]>::try_from(address).ok()?),
+        16 => IpAddr::from(<[u8; 16]>::try_from(address).ok()?),
+        _ => return None,
+    };
+    Some(format!("{network}/{address}").into())
+}
+
+/// Never 0, which stands for no version.
+fn content_hash(body: &[u8]) -> u64 {
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, body);
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest.as_ref()[..8]);
+    u64::from_be_bytes(first).max(1)
+}
+
+fn index(map: &mut OrdMap<Arc<str>, OrdSet<Arc<str>>>, keys: &[Arc<str>], name: &Arc<str>) {
+    for key in keys {
+        map.entry(key.clone()).or_default().insert(name.clone());
+    }
+}
+
+fn unindex(map: &mut OrdMap<Arc<str>, OrdSet<Arc<str>>>, keys: &[Arc<str>], name: &str) {
+    for key in keys {
+        if let Some(names) = map.get_mut(key) {
+            names.remove(name);
+            if names.is_empty() {
+                map.remove(key);
+            }
+        }
+    }
+}

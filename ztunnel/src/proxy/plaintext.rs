@@ -83,5 +83,6 @@ async fn reach(
         return Err(Failure::new(ResponseFlag::Connect, "destination", text));
     }
     judge(worker, pod, None, client.ip(), local)?;
-    dial(worker, pod, client, local).await
+    // Another port than the client's: a SYN from that one would hit the client's own connection in this namespace.
+    dial(worker, pod, SocketAddr::new(client.ip(), 0), local).await
 }

@@ -225,7 +225,7 @@ impl Context {
         if broken(Part::Network) {
             pod_network::install(&held.netns, &held.record.before).await?;
         }
-        if broken(Part::Outbound) || broken(Part::Maps) {
+        if broken(Part::Outbound) || broken(Part::Inbound) || broken(Part::Maps) {
             let kernel = self.kernel.clone();
             if blocking(move || kernel.reload()).await? == Reload::NewMaps {
                 self.proxies.reconnect_all();

@@ -155,17 +155,17 @@ impl Kernel {
         Ok(known)
     }
 
-    /// Loads and attaches the node's programs anew, if that was not done a moment ago. What is captured stays so.
+    /// Loads and attaches the node's programs anew, if their pins are gone, or if it was not done a moment ago. What
+    /// is captured stays so.
     pub fn reload(&self) -> Result<Reload, KernelError> {
-        {
-            let mut reloaded = lock(&self.reloaded);
-            if reloaded.elapsed() < RELOAD_INTERVAL {
-                return Ok(Reload::NotNow);
-            }
-            *reloaded = Instant::now();
+        // One pod's task does it for all.
+        let mut reloaded = lock(&self.reloaded);
+        let pins = self.config.bpf_dir.join(format!("v{}", ebpf::LAYOUT_VERSION));
+        let had_maps = pins.join("maps/ORIG_DST").exists();
+        if had_maps && pins.join("links/us_connect4").exists() && reloaded.elapsed() < RELOAD_INTERVAL {
+            return Ok(Reload::NotNow);
         }
-        let pinned = self.config.bpf_dir.join(format!("v{}/maps/ORIG_DST", ebpf::LAYOUT_VERSION));
-        let had_maps = pinned.exists();
+        *reloaded = Instant::now();
         let capture = Capture::open(self.config.clone())?;
         capture.set_node(&lock(&self.node))?;
         self.capture.store(Arc::new(capture));

@@ -90,6 +90,8 @@ impl PodTask {
                 // The semaphore is never closed.
                 let _slot = context.slots.acquire().await;
                 match self.step(&wish).await {
+                    // One step may succeed again and again on the way to the one that fails.
+                    Ok(Next::Now) => Next::Now,
                     Ok(next) => {
                         self.failures = 0;
                         self.trouble = None;

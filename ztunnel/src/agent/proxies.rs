@@ -5,7 +5,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -76,7 +75,6 @@ struct Proxy {
     taken: Mutex<HashSet<String>>,
     /// Deletes that it did not answer.
     owed: Mutex<HashSet<String>>,
-    snapshot_done: AtomicBool,
 }
 
 impl Proxies {
@@ -240,21 +238,14 @@ impl Proxies {
             return error!(session = %id, pid, reason, "the proxy cannot be exempt from capture, so it gets no pods");
         }
         info!(session = %id, pid, extended = session.is_extended(), "a proxy has connected");
-        let proxy = Arc::new(Proxy {
-            session: session.clone(),
-            taken: Mutex::default(),
-            owed: Mutex::default(),
-            snapshot_done: AtomicBool::new(false),
-        });
+        let proxy = Arc::new(Proxy { session: session.clone(), taken: Mutex::default(), owed: Mutex::default() });
         self.lock().proxies.push(proxy.clone());
         self.notify();
         let mut renewed = self.renewed.subscribe();
-        let ended = tokio::select! {
-            Ok(()) = renewed.changed() => "it is to begin anew".to_owned(),
-            result = self.snapshot(&proxy) => match result {
+        let serving = async {
+            match self.snapshot(&proxy).await {
                 Ok(()) => {
                     info!(session = %id, "the proxy has the whole snapshot");
-                    proxy.snapshot_done.store(true, Ordering::Relaxed);
                     self.notify();
                     session.closed().await
                 }
@@ -262,8 +253,12 @@ impl Proxies {
                     error!(session = %id, %error, "the proxy cannot be used");
                     error.to_string()
                 }
-            },
+            }
+        };
+        let ended = tokio::select! {
+            reason = serving => reason,
             reason = session.closed() => reason,
+            Ok(()) = renewed.changed() => "it is to begin anew".to_owned(),
         };
         {
             let mut inner = self.lock();

@@ -6,11 +6,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ["discovery.proto", "workload.proto", "authorization.proto", "citadel.proto", "zds.proto"],
         ["proto"],
     )?;
-    tonic_prost_build::configure()
-        .btree_map(".")
-        .bytes(".istio")
-        .include_file("wire.rs")
-        .compile_fds(files)?;
+    tonic_prost_build::configure().btree_map(".").bytes(".istio").include_file("wire.rs").compile_fds(files)?;
     let compiler = std::process::Command::new(std::env::var("RUSTC")?).arg("--version").output()?;
     println!("cargo:rustc-env=RUSTC_VERSION={}", String::from_utf8_lossy(&compiler.stdout).trim());
     Ok(())

@@ -141,6 +141,7 @@ impl Context {
             netns_cookie: netns.cookie(),
             addresses: facts.addresses.clone(),
             before,
+            boot: self.records.boot().to_owned(),
         };
         self.records.write(&record)?;
         pod_network::install(netns, &record.before).await?;
@@ -237,6 +238,11 @@ impl Context {
     /// `Captured` → `Enrolled`: peers may use HBONE from now on.
     pub fn announce(&self, held: &Held) -> Result<(), Trouble> {
         self.set_status(&held.record, Redirection::Enabled, String::new())
+    }
+
+    /// Whether there is a status of the pod.
+    pub fn is_announced(&self, uid: &str) -> bool {
+        self.status.as_ref().is_none_or(|folder| folder.path().join(format!("{uid}.yaml")).exists())
     }
 
     /// Tells that a pod is wanted and why it is not there yet. Never takes back that it was captured.

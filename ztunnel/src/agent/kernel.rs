@@ -173,6 +173,11 @@ impl Kernel {
         Ok(if had_maps { Reload::SameMaps } else { Reload::NewMaps })
     }
 
+    /// Ends the capture of versions with other map layouts, once this one has taken over all pods.
+    pub fn remove_other_versions(&self) -> Result<(), KernelError> {
+        self.capture.load().remove_other_versions()
+    }
+
     pub fn exempt(&self, cgroup: u64) -> Result<(), KernelError> {
         self.capture.load().exempt(cgroup)
     }

@@ -96,6 +96,13 @@ impl AgentMetrics {
         views
     }
 
+    /// Whether all of so many pods have been looked at, and none is on its way into the mesh.
+    pub fn all_settled(&self, pods: usize) -> bool {
+        let board = lock(&self.board);
+        board.len() >= pods
+            && board.values().all(|view| !matches!(view.state, PodState::Pending | PodState::NotCaptured))
+    }
+
     /// Puts everything into the registry.
     pub fn register(self: &Arc<Self>, registry: &Metrics, proxies: &Arc<Proxies>, kernel: &Arc<Kernel>) {
         let own = || self.clone();

@@ -215,7 +215,7 @@ fn failed(step: &'static str) -> impl Fn(io::Error) -> AgentError {
 const RECORDS: &str = "pods";
 /// Threads of the agent: it waits more than it works.
 const WORKERS: usize = 2;
-const PODS_AT_A_TIME: usize = 8;
+const PODS_AT_A_TIME: usize = 16;
 const PROBES: usize = 2;
 const LOG_QUEUE: usize = 1 << 20;
 const LOG_FLUSH: Duration = Duration::from_secs(2);

@@ -143,6 +143,12 @@ impl NodeTask {
         if let Err(error) = self.sweep_kernel() {
             warn!(%error, "what is left of former pods could not be removed");
         }
+        // A version with other map layouts captures its pods until all of them are ours.
+        if self.context.metrics.all_settled(self.wishes.len())
+            && let Err(error) = self.context.kernel.remove_other_versions()
+        {
+            warn!(%error, "the pins of other versions could not be removed");
+        }
         self.sweep_status();
         self.context.proxies.sweep_exemptions();
         let scan = self.context.scanner.within(SWEEP).await;

@@ -13,7 +13,9 @@ use super::decision::{Decision, PodFacts};
 use super::enrolment::{Context, Held, Stage, Trouble};
 use super::metrics::{PodState, PodView, unix_seconds};
 use super::procs::FindError;
+use super::proxies::OfferError;
 use super::record::Record;
+use crate::capture::listeners::ListenerError;
 
 /// What the objects say of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,9 +39,13 @@ pub struct PodTask {
     known_to_proxy: bool,
     /// The proxy has been told that the pod is ending.
     farewell: bool,
+    /// Since when the object is gone while processes run.
+    gone_since: Option<Instant>,
     verified: Option<SystemTime>,
     next_verification: Instant,
     trouble: Option<String>,
+    /// The trouble is the proxy's alone: capture works.
+    unserved: bool,
     /// Steps in a row that failed.
     failures: u32,
 }
@@ -73,9 +79,11 @@ impl PodTask {
             adopted: false,
             known_to_proxy,
             farewell: false,
+            gone_since: None,
             verified: None,
             next_verification: Instant::now(),
             trouble: None,
+            unserved: false,
             failures: 0,
         }
     }
@@ -121,6 +129,9 @@ impl PodTask {
     async fn step(&mut self, wish: &Wish) -> Result<Next, Trouble> {
         match wish {
             Wish::Gone => {
+                if self.outlives_its_object().await {
+                    return Ok(Next::After(GONE_POLL));
+                }
                 self.bury().await?;
                 Ok(Next::End)
             }
@@ -161,8 +172,12 @@ impl PodTask {
             Stage::Captured(held) => {
                 context.verify(held, Duration::ZERO).await?;
                 context.announce(held)?;
-                context.metrics.enrolments.add(1);
-                info!(pod = held.record.pod(), addresses = ?held.record.addresses, "the pod is in the mesh");
+                if self.adopted {
+                    info!(pod = held.record.pod(), "the pod was in the mesh already, and still is");
+                } else {
+                    context.metrics.enrolments.add(1);
+                    info!(pod = held.record.pod(), addresses = ?held.record.addresses, "the pod is in the mesh");
+                }
                 self.stage.advance(Stage::Enrolled);
                 return Ok(self.is_captured());
             }
@@ -172,15 +187,20 @@ impl PodTask {
                     context.proxies.drain(&self.uid).await;
                     self.farewell = true;
                 }
+                let wait = self.next_verification.saturating_duration_since(Instant::now());
+                let next = if wait.is_zero() || self.failures > 0 {
+                    context.verify(held, SCAN_AGE).await?;
+                    if !context.is_announced(&self.uid) {
+                        context.announce(held)?;
+                    }
+                    self.is_captured()
+                } else {
+                    Next::After(wait)
+                };
                 if !context.proxies.has_taken(&self.uid) && context.proxies.connected() > 0 {
                     context.proxies.add(&self.uid).await?;
                 }
-                let wait = self.next_verification.saturating_duration_since(Instant::now());
-                if !wait.is_zero() && self.failures == 0 {
-                    return Ok(Next::After(wait));
-                }
-                context.verify(held, SCAN_AGE).await?;
-                return Ok(self.is_captured());
+                return Ok(next);
             }
             Stage::Following(..) | Stage::Draining(..) => return self.back(facts).await,
         }
@@ -280,6 +300,26 @@ impl PodTask {
         Ok(Next::Now)
     }
 
+    /// Whether the pod's processes still run, though the object was deleted by force: what they open must not go in
+    /// the clear. Bounded, because nobody else may ever end them.
+    async fn outlives_its_object(&mut self) -> bool {
+        let Some(held) = self.stage.held().filter(|_| matches!(self.stage, Stage::Captured(_) | Stage::Enrolled(_)))
+        else {
+            return false;
+        };
+        let since = *self.gone_since.get_or_insert_with(Instant::now);
+        let scan = self.context.scanner.within(GONE_POLL).await;
+        if since.elapsed() >= GONE_GRACE || !scan.runs_in(&held.record.cgroup_uid, held.netns.id()) {
+            return false;
+        }
+        if !self.farewell {
+            warn!(pod = held.record.pod(), "the pod's object is gone but its processes run: it stays captured");
+            self.context.proxies.drain(&self.uid).await;
+            self.farewell = true;
+        }
+        true
+    }
+
     /// The pod is gone, or in another namespace: undoes everything at once.
     async fn bury(&mut self) -> Result<(), Trouble> {
         let context = self.context.clone();
@@ -294,7 +334,7 @@ impl PodTask {
         self.stage = Stage::Out;
         self.record = None;
         self.verified = None;
-        (self.adopted, self.farewell) = (false, false);
+        (self.adopted, self.farewell, self.gone_since) = (false, false, None);
         Ok(())
     }
 
@@ -313,7 +353,8 @@ impl PodTask {
         }
         let scan = self.context.scanner.within(SCAN_AGE).await;
         let leader = scan.leader(&facts.cgroup_uid, &self.context.node_netns);
-        leader.is_some_and(|leader| leader.netns != held.netns.id())
+        // A container may have namespaces of its own inside the pod: only when all have left the pod's has it moved.
+        leader.is_some() && !scan.runs_in(&facts.cgroup_uid, held.netns.id())
     }
 
     fn is_captured(&mut self) -> Next {
@@ -329,10 +370,18 @@ impl PodTask {
         context.metrics.failed_steps.add(1);
         let text = trouble.to_string();
         let new = self.trouble.as_ref() != Some(&text);
-        // A pod that is just being made has no address and no process for a moment.
-        let early = matches!(trouble, Trouble::NoAddress | Trouble::Find(FindError::NoProcess)) && self.failures < 5;
+        // A pod that is just being made has no address and no process for a moment, and after a start of the agent
+        // its proxies are not back yet.
+        let passing = matches!(
+            trouble,
+            Trouble::NoAddress
+                | Trouble::Find(FindError::NoProcess)
+                | Trouble::Listeners(ListenerError::PortTaken { .. })
+                | Trouble::Proxy(OfferError::NoProxy)
+        );
+        let early = passing && self.failures < 5;
         let (name, uid) = (self.name(wish), &self.uid);
-        if new && !early {
+        if !early && (new || self.failures == 5) {
             warn!(pod = name, uid, stage = self.stage.name(), reason = text, "a step of the pod's enrolment failed");
         } else {
             debug!(pod = name, uid, stage = self.stage.name(), reason = text, "a step of the pod's enrolment failed");
@@ -345,6 +394,7 @@ impl PodTask {
             warn!(pod = name, %error, "the pod's status cannot be written");
         }
         self.trouble = Some(text);
+        self.unserved = matches!(trouble, Trouble::Proxy(_));
         let (first, longest) = context.timings.retry;
         let wait = first.saturating_mul(1 << self.failures.min(16)).min(longest);
         self.failures += 1;
@@ -363,7 +413,7 @@ impl PodTask {
             (_, Decision::Out(_)) if self.record.is_some() => PodState::Leaving,
             (_, Decision::Out(_) | Decision::Ended) => PodState::Out,
             (Stage::Enrolled(_), Decision::In) if facts.leaving => PodState::Ending,
-            (Stage::Enrolled(_), Decision::In) if self.trouble.is_none() => PodState::Enrolled,
+            (Stage::Enrolled(_), Decision::In) if self.trouble.is_none() || self.unserved => PodState::Enrolled,
             (_, Decision::In) if self.was_announced() => PodState::NotCaptured,
             (_, Decision::In) => PodState::Pending,
         };
@@ -446,5 +496,8 @@ async fn sleep(wait: Option<Duration>) {
 
 /// How often the proxy is asked how far a drain is.
 const POLL: Duration = Duration::from_millis(200);
+/// How long a pod whose object is gone stays captured while its processes run, and how often that is looked at.
+const GONE_GRACE: Duration = Duration::from_secs(60);
+const GONE_POLL: Duration = Duration::from_millis(500);
 /// A look at the node's processes may be this old for what is only watched.
 const SCAN_AGE: Duration = Duration::from_secs(5);

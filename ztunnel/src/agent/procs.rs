@@ -68,6 +68,11 @@ impl Scan {
         own.min_by_key(|process| (process.started, process.pid))
     }
 
+    /// Whether any process of the pod is in this namespace.
+    pub fn runs_in(&self, cgroup_uid: &str, netns: NetnsId) -> bool {
+        self.processes(cgroup_uid).iter().any(|process| process.netns == netns)
+    }
+
     /// The directory above all pods, as seen from any of them.
     pub fn kubepods(&self) -> Option<&str> {
         let unified = |process: &Process| process.place.unified.clone();

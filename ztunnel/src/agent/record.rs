@@ -22,12 +22,15 @@ pub struct Record {
     pub netns_cookie: u64,
     pub addresses: Vec<IpAddr>,
     pub before: Before,
+    /// Which boot of the machine it was done in: namespaces are numbered from the start after each.
+    pub boot: String,
 }
 
 /// The folder of records.
 #[derive(Clone, Debug)]
 pub struct Records {
     dir: PathBuf,
+    boot: String,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -42,10 +45,17 @@ impl Records {
     /// Makes the folder if it is not there.
     pub fn open(dir: PathBuf) -> Result<Records, RecordError> {
         std::fs::create_dir_all(&dir).map_err(failed("make", &dir))?;
-        Ok(Records { dir })
+        let boot = Path::new("/proc/sys/kernel/random/boot_id");
+        let boot = std::fs::read_to_string(boot).map_err(failed("read", boot))?.trim().to_owned();
+        Ok(Records { dir, boot })
     }
 
-    /// All records, by uid. A file that cannot be read is left out with a warning: what it described is found again
+    /// The present boot of the machine.
+    pub fn boot(&self) -> &str {
+        &self.boot
+    }
+
+    /// All records of this boot; what an earlier one did went with it. A file that cannot be read is left out with a warning: what it described is found again
     /// by the sweep.
     pub fn all(&self) -> Result<Vec<Record>, RecordError> {
         let mut records = Vec::new();
@@ -55,8 +65,9 @@ impl Records {
                 continue;
             }
             let text = std::fs::read_to_string(&path);
-            match text.and_then(|text| serde_json::from_str(&text).map_err(io::Error::other)) {
-                Ok(record) => records.push(record),
+            match text.and_then(|text| serde_json::from_str::<Record>(&text).map_err(io::Error::other)) {
+                Ok(record) if record.boot == self.boot => records.push(record),
+                Ok(record) => self.remove(&record.uid)?,
                 Err(error) => tracing::warn!(file = %path.display(), %error, "a pod's record cannot be read"),
             }
         }
@@ -111,10 +122,14 @@ mod tests {
                 families: Families { v4: true, v6: false },
                 sysctls: vec![("ipv4/tcp_tw_reuse".into(), "2".into())],
             },
+            boot: records.boot().to_owned(),
         };
         records.write(&record).unwrap();
+        let earlier = Record { uid: "earlier".into(), boot: "another".into(), ..record.clone() };
+        records.write(&earlier).unwrap();
         std::fs::write(dir.join("broken.json"), "{").unwrap();
         assert_eq!(records.all().unwrap(), [record]);
+        assert!(!dir.join("earlier.json").exists());
         records.remove("../evil").unwrap();
         records.remove("../evil").unwrap();
         assert_eq!(records.all().unwrap(), []);

@@ -96,7 +96,7 @@ impl Ground {
         command.arg("--run-dir").arg(self.folder.join("run")).arg("--bpf-dir").arg(&self.bpf);
         command.arg("--zds-socket").arg(self.socket()).arg("--cgroup-root").arg(&self.cgroup);
         command.args(["--admin-addr", "127.0.0.1:15014"]).args(&self.flags);
-        command.env("RUST_LOG", "debug").stdin(Stdio::null());
+        command.env_remove("RUST_LOG").stdin(Stdio::null());
         let log = fs::OpenOptions::new().create(true).append(true).open(self.folder.join("agent.log")).unwrap();
         command.stdout(log.try_clone().unwrap()).stderr(log);
         self.agent = Some(self.netns.run(|| command.spawn().unwrap()).unwrap());
@@ -249,7 +249,7 @@ impl Ground {
 
 impl Drop for Ground {
     fn drop(&mut self) {
-        if std::thread::panicking() || std::env::var_os("US_SHOW_LOG").is_some() {
+        if std::thread::panicking() {
             eprintln!("--- agent of {}:\n{}", self.name, self.log());
         }
         if let Some(mut agent) = self.agent.take() {

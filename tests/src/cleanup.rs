@@ -154,6 +154,8 @@ fn print_logs_on_panic() {
         let dirs: Vec<_> =
             living.iter().filter(|e| e.owner == thread || (!own && is_test)).map(|e| e.name.dir()).collect();
         drop(living);
+        // The processes write their logs a moment later.
+        std::thread::sleep(Duration::from_millis(300));
         for dir in dirs {
             eprint!("{}", daemon::log_tails(&dir.join("logs")));
         }

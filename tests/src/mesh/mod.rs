@@ -246,11 +246,14 @@ impl Mesh {
     #[track_caller]
     fn wait_protocol(&self, pods: &[&Pod], protocol: &str) {
         for node in self.nodes.iter().filter(|node| node.proxy.runs()) {
-            let what = format!("the proxy on {} to see {protocol} for {:?}", node.node, names(pods));
+            // On demand a proxy holds only its own node's pods until it needs others.
+            let held = |pod: &&&Pod| !self.options.on_demand || pod.node() == node.node;
+            let pods: Vec<&Pod> = pods.iter().filter(held).copied().collect();
+            let what = format!("the proxy on {} to see {protocol} for {:?}", node.node, names(&pods));
             wait_for(&what, || {
                 let dump = node.try_config_dump().ok()?;
-                let seen = |pod: &&&Pod| workload_of(&dump, pod).is_some_and(|w| w["protocol"] == protocol);
-                (pods.iter().filter(seen).count() == pods.len()).then_some(())
+                let seen = |pod: &&Pod| workload_of(&dump, pod).is_some_and(|w| w["protocol"] == protocol);
+                pods.iter().all(|pod| seen(&pod)).then_some(())
             });
         }
     }

@@ -129,10 +129,9 @@ impl TlsSocket {
             };
             match step {
                 Step::Progress => continue,
-                Step::Open => break,
+                // Data comes right behind the peer's Finished; it could not be read before that was verified.
+                Step::Open | Step::Delivered => break,
                 Step::PeerClosed => return Err(TlsError::ClosedInHandshake),
-                // Not possible before the handshake's end: rustls accepts no early data here.
-                Step::Delivered => return Err(TlsError::ClosedInHandshake),
                 Step::Handshaking => {}
             }
             std::future::poll_fn(|cx| this.poll_send(cx)).await?;
@@ -346,7 +345,7 @@ impl Sink for ReadBuf<'_> {
     }
 }
 
-/// During the handshake no application data is taken.
+/// During the handshake nobody reads: what comes stays behind in the socket's rest.
 struct NoData;
 
 impl Sink for NoData {

@@ -196,8 +196,7 @@ async fn reach(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) -> Result<
         Some(hbone::Authority::Address(address)) => address,
         Some(hbone::Authority::Host(host, port)) => {
             flow.authority = Some(Authority::Name(host.as_str().into(), port));
-            let text = format!("authority {host}:{port}: host names are taken from other networks only");
-            return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
+            own_port_of(tunnel, &host, port).map(|port| SocketAddr::new(tunnel.local, port))?
         }
         None => {
             let shown: String = authority.chars().take(128).collect();
@@ -205,7 +204,9 @@ async fn reach(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) -> Result<
             return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
         }
     };
-    flow.authority = Some(Authority::Address(address));
+    if flow.authority.is_none() {
+        flow.authority = Some(Authority::Address(address));
+    }
     if address.ip() != tunnel.local {
         let text = format!("authority {address} is not this pod, which is {}", tunnel.local);
         return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
@@ -223,6 +224,20 @@ async fn reach(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) -> Result<
     dial(&tunnel.worker, &tunnel.pod, client, address)
         .await
         .map_err(|failure| Refusal { status: StatusCode::SERVICE_UNAVAILABLE, failure })
+}
+
+/// The pod's own port behind a service's host name and port.
+fn own_port_of(tunnel: &Tunnel, host: &str, port: u16) -> Result<u16, Refusal> {
+    let refuse = |text: String| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, ResponseFlag::Connect, "connect", text);
+    let mesh = tunnel.worker.shared.mesh.load();
+    let service = mesh.service_by_host(&tunnel.own.namespace, host);
+    let service = service.ok_or_else(|| refuse(format!("host {host} is not known")))?;
+    let share = tunnel.own.services.iter().find(|s| s.service == service.key);
+    let share = share.ok_or_else(|| refuse(format!("this pod is not behind {host}")))?;
+    let own = share.ports.iter().find(|(p, _)| *p == port).map(|(_, target)| *target);
+    let general = service.ports.iter().find(|p| p.service_port == port).map(|p| p.target_port);
+    let target = own.filter(|p| *p != 0).or(general).filter(|p| *p != 0);
+    target.ok_or_else(|| refuse(format!("{host} has no port {port} here")))
 }
 
 /// Whether the policies let a connection to the pod pass; the workload's record is the present one.

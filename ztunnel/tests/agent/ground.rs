@@ -193,7 +193,7 @@ impl Ground {
 
     /// Joins a namespace to the node, and starts a process in it.
     pub fn furnish(&self, netns: &Netns, number: u32, v6: bool, cgroup: &Path) -> Child {
-        let mut pause = netns.run(|| sleeper()).unwrap();
+        let mut pause = netns.run(sleeper).unwrap();
         let pid = pause.id();
         ip(&self.netns, &format!("link add v{number} type veth peer name eth0 netns {pid}"));
         for (netns, device, host) in [(&*self.netns, format!("v{number}"), 1), (netns, "eth0".into(), 2)] {

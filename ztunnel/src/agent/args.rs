@@ -110,7 +110,7 @@ pub struct TimeArgs {
     #[arg(long, env = "FOLLOW_TIMEOUT", value_name = "TIME", default_value = "10s", value_parser = duration)]
     pub follow_timeout: Duration,
     /// How long the connections of a pod that leaves the mesh may live on.
-    #[arg(long, env = "DRAIN_TIMEOUT", value_name = "TIME", default_value = "60s", value_parser = duration)]
+    #[arg(long, env = "DRAIN_TIMEOUT", value_name = "TIME", default_value = "20s", value_parser = duration)]
     pub drain_timeout: Duration,
     /// How long a probe inside a pod may take.
     #[arg(long, env = "PROBE_TIMEOUT", value_name = "TIME", default_value = "5s", value_parser = duration)]

@@ -133,11 +133,30 @@ async fn open(stream: TcpStream, config: Arc<ClientConfig>) -> Result<(SendReque
     }
 }
 
+/// Alerts by which a server may refuse a client's certificate.
+const ALERTS: &[AlertDescription] = &[
+    AlertDescription::CertificateRequired,
+    AlertDescription::CertificateExpired,
+    AlertDescription::CertificateUnknown,
+    AlertDescription::CertificateRevoked,
+    AlertDescription::BadCertificate,
+    AlertDescription::UnsupportedCertificate,
+    AlertDescription::UnknownCA,
+    AlertDescription::AccessDenied,
+    AlertDescription::DecryptError,
+    AlertDescription::HandshakeFailure,
+    AlertDescription::InternalError,
+];
+
 fn of_h2(error: h2::Error) -> TunnelError {
     let text = error.to_string();
-    match error.into_io() {
-        Some(e) => of_io(e),
-        None => TunnelError::Ended(text),
+    // The h2 crate keeps of a TLS error only its text.
+    let named = text.split("received fatal alert: ").nth(1);
+    let alert = named.and_then(|name| ALERTS.iter().find(|alert| name.starts_with(&format!("{alert:?}"))));
+    match (alert, error.into_io()) {
+        (Some(alert), _) => TunnelError::Alert(*alert),
+        (None, Some(e)) => of_io(e),
+        (None, None) => TunnelError::Ended(text),
     }
 }
 

@@ -48,10 +48,14 @@ fn a_wrong_setting_stops_the_proxy_with_its_name_and_value() {
 fn wrong_settings_stop_agent_and_control_with_name_and_value() {
     let tb = control_only();
     let host = tb.node(0);
+    let manifests = tb.path("manifests");
+    let agent = ["agent", "--node-name", "node0", "--manifests", manifests.to_str().expect("a plain path")];
     for (program, args, named) in [
-        ("ztunnel", vec!["agent", "--node-name", "node0", "--cgroup-root", "/nowhere/cgroup"], "/nowhere/cgroup"),
-        ("ztunnel", vec!["agent", "--node-name", "node0", "--manifests", "/nowhere/manifests"], "/nowhere/manifests"),
-        ("control", vec!["serve", "--manifests", "/nowhere/manifests"], "--"),
+        ("ztunnel", [&agent[..], &["--cgroup-root", "/nowhere/cgroup"]].concat(), "/nowhere/cgroup"),
+        ("ztunnel", [&agent[..], &["--bpf-dir", "/nowhere/bpf"]].concat(), "/nowhere/bpf"),
+        ("ztunnel", [&agent[..], &["--verify-interval", "often"]].concat(), "often"),
+        ("ztunnel", vec!["agent", "--node-name", "node0"], "--manifests"),
+        ("control", vec!["serve"], "--manifests"),
         ("control", vec!["serve", "--listen", "nonsense"], "nonsense"),
     ] {
         let mut command = host.command(binary(program));
@@ -83,7 +87,7 @@ fn an_unreachable_control_is_named_and_tried_again() {
     let node = tb.mesh().node(0);
     tb.mesh().start_agent(node);
     // An address that answers nothing: the port is closed.
-    tb.mesh().start_proxy_with(node, &[("XDS_ADDRESS", "https://172.18.1.2:4444")]);
+    tb.mesh().start_proxy_with(node, &[("XDS_ADDRESS", "https://172.18.1.2:4444"), ("RUST_LOG", "debug")]);
     node.proxy.wait_log(&["172.18.1.2:4444"]);
     let count = || node.proxy.log().matches("172.18.1.2:4444").count();
     let first = count();

@@ -29,6 +29,9 @@ fn a_plain_client_reaches_an_enrolled_pod() {
     let outside = shop.tb.outside("laptop");
     let near = shop.tb.pod("legacy/near").start();
     let server = shop.near.serve(8080, Behaviour::Echo);
+    testbed::wait_for("the proxy to know the plain pod", || {
+        testbed::workload_of(&shop.mesh().node(0).config_dump(), &near).map(|_| ())
+    });
     for to in [shop.near.at(8080), shop.near.at6(8080)] {
         outside.connect(to).expect("connect").ask(b"plain");
         near.connect(to).expect("connect").ask(b"plain");

@@ -36,6 +36,7 @@ pub async fn run(control_plane: ControlPlane, discovery: Discovery, mut asked: m
     let mut pause = shortest;
     let mut held = Held::default();
     let mut omit_versions = false;
+    let mut last_warning: Option<Instant> = None;
     loop {
         let end = session(&control_plane, &discovery, &mut held, &mut asked, omit_versions).await;
         omit_versions = end.too_large;
@@ -48,7 +49,9 @@ pub async fn run(control_plane: ControlPlane, discovery: Discovery, mut asked: m
             None => {
                 tracing::info!(address = %control_plane.address, "the control plane ended the stream, connecting again")
             }
-            Some(reason) if is_new => {
+            // Once for each reason, and now and then while it stays so.
+            Some(reason) if is_new || last_warning.is_none_or(|at| at.elapsed() > REMIND) => {
+                last_warning = Some(Instant::now());
                 tracing::warn!(address = %control_plane.address, reason, "no discovery stream, trying again");
             }
             Some(reason) => tracing::debug!(address = %control_plane.address, reason, "no discovery stream"),
@@ -278,6 +281,8 @@ fn ended(status: &Status, progressed: bool) -> End {
     }
 }
 
+/// How often the operator is told again what is wrong.
+const REMIND: Duration = Duration::from_secs(10);
 /// What servers say when they merely want us to come again.
 const RECYCLING: [&str; 4] = ["goaway", "go away", "transport is closing", "no error"];
 /// From 1.29 on istiod sends dry-run policies.

@@ -152,6 +152,8 @@ impl TlsSocket {
 
     /// Tells the peer why the handshake failed, where the socket takes it at once.
     async fn send_alert(&mut self) {
+        // What could not be read must not be read again: TLS answers it once.
+        self.inbox = None;
         while let Ok(Step::Progress) = self.step(&mut NoData) {}
         let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
         // The alert must not be overtaken by a RST, which unread bytes would cause at close.
@@ -190,6 +192,8 @@ impl TlsSocket {
                     }
                 }
                 Err(error) => {
+                    // What could not be read must not be read again: TLS answers it once.
+                    self.inbox = None;
                     while let Ok(Step::Progress) = self.step(&mut NoData) {}
                     return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
                 }

@@ -134,7 +134,7 @@ fn two_choices<'a>(
 fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Option<SocketAddr> {
     let service = request.service;
     let healthy = workload.healthy || service.load_balancing.health == HealthPolicy::AllowAll;
-    if !healthy || workload.capacity == 0 || request.tried.iter().any(|t| *t == workload.uid) {
+    if !healthy || workload.capacity == 0 || request.tried.contains(&workload.uid) {
         return None;
     }
     let share = workload.services.iter().find(|s| s.service == service.key)?;

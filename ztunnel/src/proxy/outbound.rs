@@ -134,6 +134,8 @@ async fn establish(
         Need::Known | Need::Unknown | Need::Outside => {}
         Need::Unreachable(reason) => return Err(Failure::new(ResponseFlag::Connect, "destination", reason)),
     }
+    // Named in the log also where no way is found.
+    flow.service = shared.mesh.load().service_at(&source.namespace, &address).cloned();
     let mut tried: Vec<Arc<str>> = Vec::new();
     loop {
         let load = |w: &Workload| worker.busy.borrow().get(&w.uid).copied().unwrap_or(0);

@@ -70,6 +70,8 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         });
         let synced = discovery.clone();
         readiness.asked("state manager", move || synced.is_synced());
+        let ending = shutdown.clone();
+        readiness.asked("shutdown", move || ending.is_ordered().is_none());
         register(&metrics, &shared, &logging);
 
         let pods_of = shared.clone();

@@ -197,7 +197,7 @@ impl PodTask {
                 } else {
                     Next::After(wait)
                 };
-                if !context.proxies.has_taken(&self.uid) && context.proxies.connected() > 0 {
+                if context.proxies.wants(&self.uid) {
                     context.proxies.add(&self.uid).await?;
                 }
                 return Ok(next);

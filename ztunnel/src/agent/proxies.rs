@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -75,6 +76,8 @@ struct Proxy {
     taken: Mutex<HashSet<String>>,
     /// Deletes that it did not answer.
     owed: Mutex<HashSet<String>>,
+    /// It has the maps, without which it could not serve a pod.
+    usable: AtomicBool,
 }
 
 impl Proxies {
@@ -139,6 +142,11 @@ impl Proxies {
     /// Whether the newest proxy has taken the pod.
     pub fn has_taken(&self, uid: &str) -> bool {
         self.newest().is_some_and(|proxy| lock(&proxy.taken).contains(uid))
+    }
+
+    /// Whether there is a proxy that should have taken the pod and has not.
+    pub fn wants(&self, uid: &str) -> bool {
+        self.newest().is_some_and(|proxy| !lock(&proxy.taken).contains(uid))
     }
 
     /// Gives the pod to the newest proxy.
@@ -238,7 +246,12 @@ impl Proxies {
             return error!(session = %id, pid, reason, "the proxy cannot be exempt from capture, so it gets no pods");
         }
         info!(session = %id, pid, extended = session.is_extended(), "a proxy has connected");
-        let proxy = Arc::new(Proxy { session: session.clone(), taken: Mutex::default(), owed: Mutex::default() });
+        let proxy = Arc::new(Proxy {
+            session: session.clone(),
+            taken: Mutex::default(),
+            owed: Mutex::default(),
+            usable: AtomicBool::new(false),
+        });
         self.lock().proxies.push(proxy.clone());
         self.notify();
         let mut renewed = self.renewed.subscribe();
@@ -273,10 +286,19 @@ impl Proxies {
     async fn snapshot(&self, proxy: &Proxy) -> Result<(), OfferError> {
         // The sender lives as long as we do.
         let _ = self.complete.subscribe().wait_for(|complete| *complete).await;
-        if proxy.session.is_extended() {
+        while proxy.session.is_extended() {
             let maps = self.kernel.map_fds().map_err(|error| OfferError::Descriptors(error.to_string()))?;
-            proxy.session.request(Request::CaptureMaps(maps)).await?;
+            match proxy.session.request(Request::CaptureMaps(maps)).await {
+                // It may be stopped.
+                Err(RequestError::Timeout(_)) => {}
+                other => {
+                    other?;
+                    break;
+                }
+            }
         }
+        proxy.usable.store(true, Ordering::Release);
+        self.notify();
         let uids: Vec<String> = self.lock().offers.keys().cloned().collect();
         for uid in uids {
             self.tell(proxy, &uid).await?;
@@ -324,8 +346,9 @@ impl Proxies {
         self.exemptions.sweep();
     }
 
+    /// The proxy that new pods go to.
     fn newest(&self) -> Option<Arc<Proxy>> {
-        self.lock().proxies.last().cloned()
+        self.lock().proxies.iter().rev().find(|proxy| proxy.usable.load(Ordering::Acquire)).cloned()
     }
 
     fn all(&self) -> Vec<Arc<Proxy>> {

@@ -379,6 +379,8 @@ impl PodManager for Manager {
     fn add(&self, pod: AddedPod) -> Result<(), String> {
         let netns = Netns::from_fd(pod.netns.try_clone().unwrap()).map_err(|error| error.to_string())?;
         let listeners = pod.listeners.as_ref().ok_or("no listeners")?;
+        // Without the maps it could not serve a single connection of the pod.
+        assert!(self.maps.lock().unwrap().is_some());
         listeners.check(netns.cookie(), &ListenerPorts::default()).map_err(|error| error.to_string())?;
         self.events.lock().unwrap().push(format!("add {}", pod.name));
         self.pods.lock().unwrap().entry(pod.uid.clone()).or_insert(pod);

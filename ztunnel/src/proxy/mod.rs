@@ -4,6 +4,7 @@ pub mod config;
 mod dump;
 mod finish;
 mod inbound;
+mod metrics;
 mod outbound;
 mod plaintext;
 mod pods;

@@ -41,6 +41,7 @@ impl PodManager for Pods {
                 return Ok(());
             }
             known.advance(Phase::Gone);
+            self.shared.pods_stopped.fetch_add(1, Ordering::Relaxed);
         }
         let by_ebpf = added.listeners.is_some();
         let listeners = match added.listeners {
@@ -62,12 +63,14 @@ impl PodManager for Pods {
         super::worker::serve(&self.shared, &pod)?;
         tracing::info!(pod = pod.name, namespace = pod.namespace, uid = &*pod.uid, "serving a pod");
         self.shared.pods().insert(added.uid, pod);
+        self.shared.pods_started.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     fn remove(&self, uid: &str, how: Removal) {
         let Some(pod) = self.shared.pods().remove(uid) else { return };
         tracing::info!(pod = pod.name, namespace = pod.namespace, uid, ?how, "no longer serving a pod");
+        self.shared.pods_stopped.fetch_add(1, Ordering::Relaxed);
         let shared = self.shared.clone();
         match how {
             Removal::Gone => cut(&shared, &pod),

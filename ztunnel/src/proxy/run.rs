@@ -60,19 +60,22 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let socket = config.zds_socket.clone();
         let shared =
             Shared::new(config, mesh.clone(), discovery.clone(), store.clone(), telemetry.clone(), shutdown.clone());
-        worker::start(&shared, &watchdog).map_err(failed("start the workers"))?;
+        let runtimes = worker::start(&shared, &watchdog).map_err(failed("start the workers"))?;
 
         let client = zds::Client::new(zds::ClientConfig::new(socket));
         let agent = client.status();
+        let asked = agent.clone();
         readiness.asked("proxy workload manager", move || {
-            let status = *agent.borrow();
+            let status = *asked.borrow();
             status.connected && status.snapshot && status.pending == 0
         });
         let synced = discovery.clone();
         readiness.asked("state manager", move || synced.is_synced());
         let ending = shutdown.clone();
         readiness.asked("shutdown", move || ending.is_ordered().is_none());
-        register(&metrics, &shared, &logging);
+        metrics.process("ztunnel", Some(logging.clone()));
+        metrics.runtimes(runtimes);
+        super::metrics::register(&metrics, &shared, agent, &watchdog);
 
         let pods_of = shared.clone();
         let sources = Sources {
@@ -211,43 +214,6 @@ fn pods(shared: &Shared) -> Vec<PodDump> {
         up: *pod.phase.borrow() == Phase::Serving,
     });
     dump.collect()
-}
-
-fn register(metrics: &Metrics, shared: &Arc<Shared>, logging: &Logging) {
-    let of = shared.clone();
-    metrics.gauge("workload_manager_active_proxy_count", "Pods that are served", move || of.pods().len() as f64);
-    let of = shared.clone();
-    metrics.gauges("understory_worker_connections", "Connections under way, by worker", move |samples| {
-        for (index, (connections, _)) in worker::loads(&of).into_iter().enumerate() {
-            samples.add(&[("worker", &index.to_string())], connections.into());
-        }
-    });
-    let of = shared.clone();
-    metrics.gauges("understory_worker_tunnels", "Tunnels from peers, by worker", move |samples| {
-        for (index, (_, tunnels)) in worker::loads(&of).into_iter().enumerate() {
-            samples.add(&[("worker", &index.to_string())], tunnels.into());
-        }
-    });
-    let of = shared.clone();
-    metrics.counter("understory_certificates_issued", "Certificates that the authority has issued to us", move || {
-        of.certificates.counters().issued.load(std::sync::atomic::Ordering::Relaxed)
-    });
-    let of = shared.clone();
-    metrics.counter("understory_certificates_failed", "Requests for certificates that failed", move || {
-        of.certificates.counters().failed.load(std::sync::atomic::Ordering::Relaxed)
-    });
-    let of = shared.clone();
-    metrics.gauge("understory_xds_connected", "1 while the discovery stream is open", move || {
-        f64::from(u8::from(of.discovery.status().connected))
-    });
-    let of = shared.clone();
-    metrics.gauge("understory_xds_progress_age_seconds", "Time since discovery last made progress", move || {
-        of.discovery.status().last_progress.map_or(-1.0, |at| at.elapsed().as_secs_f64())
-    });
-    let logging = logging.clone();
-    metrics.counter("understory_log_lines_lost", "Log lines dropped because nobody read them in time", move || {
-        logging.lost()
-    });
 }
 
 /// A worker that is silent for longer is stuck.

@@ -1,7 +1,7 @@
 //! What all threads of the proxy share, and what it knows of each pod.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use arc_swap::ArcSwapOption;
@@ -34,6 +34,9 @@ pub struct Shared {
     /// The agent's maps; nothing under an agent that captures in another way.
     pub maps: ArcSwapOption<Maps>,
     pods: Mutex<HashMap<String, Arc<Pod>>>,
+    /// Pods that were ever served, and that no longer are.
+    pub pods_started: AtomicU64,
+    pub pods_stopped: AtomicU64,
     pub workers: OnceLock<Vec<WorkerHandle>>,
 }
 
@@ -112,6 +115,8 @@ impl Shared {
             shutdown,
             maps: ArcSwapOption::empty(),
             pods: Mutex::default(),
+            pods_started: AtomicU64::new(0),
+            pods_stopped: AtomicU64::new(0),
             workers: OnceLock::new(),
             config,
         })

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime;
 use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
@@ -51,8 +52,9 @@ enum Listener {
     Hbone,
 }
 
-/// Starts the threads. They end with the process.
-pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<()> {
+/// Starts the threads; gives their runtimes. They end with the process.
+pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<Vec<runtime::Handle>> {
+    let mut runtimes = Vec::new();
     let mut handles = Vec::new();
     let mut queues = Vec::new();
     for _ in 0..shared.config.threads {
@@ -63,8 +65,8 @@ pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<()> {
     // Set once, before any thread looks.
     let _ = shared.workers.set(handles.clone());
     for (index, (own, queue)) in handles.into_iter().zip(queues).enumerate() {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().event_interval(EVENT_INTERVAL).build()?;
+        let runtime = runtime::Builder::new_current_thread().enable_all().event_interval(EVENT_INTERVAL).build()?;
+        runtimes.push(runtime.handle().clone());
         let shared = shared.clone();
         let beat = watchdog.worker(format!("worker {index}"));
         std::thread::Builder::new().name(format!("worker {index}")).spawn(move || {
@@ -77,7 +79,7 @@ pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<()> {
             });
         })?;
     }
-    Ok(())
+    Ok(runtimes)
 }
 
 /// Gives a pod to a worker, which accepts its connections.

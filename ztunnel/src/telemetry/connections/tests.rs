@@ -238,7 +238,7 @@ async fn a_live_connection_can_be_ordered_to_end_with_a_reason() {
 #[test]
 fn the_state_of_a_connection_stays_small() {
     let size = std::mem::size_of::<Live>() + std::mem::size_of::<Connection>() + 16;
-    assert!(size <= 424, "{size}");
+    assert!(size <= 400, "{size}");
 }
 
 #[test]

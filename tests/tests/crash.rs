@@ -172,10 +172,7 @@ fn a_proxy_that_is_told_to_end_finishes_what_it_has() {
     let node = shop.mesh().node(0);
     let start = Instant::now();
     node.proxy.signal(rustix::process::Signal::TERM);
-    wait_for("the proxy to say that it is not ready", || match node.readiness() {
-        Ok(answer) => (answer.status != 200).then_some(()),
-        Err(_) => Some(()),
-    });
+    node.proxy.wait_log(&["stopping"]);
     stream.ask(b"still there");
     stream.half_close();
     stream.hear_end();

@@ -90,12 +90,14 @@ fn twenty_times_in_and_out_gives_the_same_result_and_leaves_nothing() {
         assert!(wire.contains(CANARY), "round {round}: not in the clear while not enrolled");
         if round == 1 {
             // First uses may have set up pools, runtimes and connections that stay.
-            after_two = Some(settled(&shop, &pods, &never.0));
+            after_two = Some(settled(&shop, &pods));
         }
     }
     let after_two = after_two.expect("two rounds were made");
     let last = wait_for_counts(&shop, &pods, &after_two);
-    assert_eq!(last, after_two, "something grew between the second and the last round");
+    for (what, number) in &last {
+        assert!(*number <= after_two[what] + slack(what), "{what}: {} after two rounds, {number} now", after_two[what]);
+    }
     for (what, number) in &never.0 {
         let kept = ["rules", "routes", "sockets", "pods of the proxy", "pending pods"];
         if kept.iter().any(|kept| what.ends_with(kept)) {
@@ -107,7 +109,7 @@ fn twenty_times_in_and_out_gives_the_same_result_and_leaves_nothing() {
 }
 
 /// Counts, once they have come to rest.
-fn settled(shop: &Shop, pods: &[&Pod], _first: &BTreeMap<String, usize>) -> BTreeMap<String, usize> {
+fn settled(shop: &Shop, pods: &[&Pod]) -> BTreeMap<String, usize> {
     let mut last = count(shop, pods);
     wait_for("the counts to come to rest", || {
         std::thread::sleep(std::time::Duration::from_millis(500));
@@ -116,11 +118,16 @@ fn settled(shop: &Shop, pods: &[&Pod], _first: &BTreeMap<String, usize>) -> BTre
     })
 }
 
+/// What may come and go by itself, such as a connection to the control plane; 18 rounds would leak 18 of a thing.
+fn slack(what: &str) -> usize {
+    if what.contains("descriptors") { 3 } else { 0 }
+}
+
 /// Counts, as soon as none is above what it was; or the last ones.
 fn wait_for_counts(shop: &Shop, pods: &[&Pod], wanted: &BTreeMap<String, usize>) -> BTreeMap<String, usize> {
     let equal = || {
         let now = count(shop, pods);
-        (now == *wanted).then_some(now)
+        now.iter().all(|(what, number)| *number <= wanted[what] + slack(what)).then_some(now)
     };
     testbed::wait_until(testbed::DEADLINE, equal).unwrap_or_else(|| count(shop, pods))
 }

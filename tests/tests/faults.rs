@@ -87,10 +87,12 @@ fn a_quiet_connection_outlives_all_pings() {
 fn a_dropped_tunnel_port_fails_with_a_hint_at_network_policies() {
     let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("CONNECT_TIMEOUT", "2s"));
     let _server = shop.far.serve(8080, Behaviour::Echo);
-    shop.tb
-        .node(1)
-        .netns()
-        .nft("table inet np {\nchain f {\ntype filter hook forward priority 0;\ntcp dport 15008 drop\n}\n}");
+    shop.tb.node(1).netns().nft(
+        "table inet np {
+            chain f { type filter hook forward priority 0; tcp dport 15008 drop
+            }
+        }",
+    );
     let mut stream = shop.client.connect(shop.far_service.at(80)).expect("the proxy accepts");
     let (end, took) = stream.time_to_end();
     assert_eq!(end, End::Reset);
@@ -196,7 +198,14 @@ fn a_dead_control_stream_is_found_and_opened_again() {
     let shop = Shop::in_mesh();
     let node = shop.mesh().node(0);
     let netns = shop.tb.node(0).netns();
-    netns.nft("table inet cut {\nchain o {\ntype filter hook output priority 0;\ntcp dport 15012 drop\n}\nchain i {\ntype filter hook input priority 0;\ntcp sport 15012 drop\n}\n}");
+    netns.nft(
+        "table inet cut {
+            chain o { type filter hook output priority 0; tcp dport 15012 drop
+            }
+            chain i { type filter hook input priority 0; tcp sport 15012 drop
+            }
+        }",
+    );
     let new = shop.tb.pod("shop/new").on(shop.tb.node(1)).start();
     wait_for_within(Duration::from_secs(45), "the proxy to say that the stream is dead", || {
         let terminated = node.proxy_metrics().sum("istio_xds_connection_terminations_total", &[]);

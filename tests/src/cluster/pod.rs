@@ -509,7 +509,8 @@ fn make_sandbox(spec: &PodSpec<'_>, title: &str, number: u16) -> Arc<Netns> {
          link set v{number} master cni0\n\
          link set v{number} up\n"
     ));
-    let mut lines = "link set eth0 up\n".to_owned();
+    // Made from the address, as CNI plugins do: neighbours then need not learn a successor's anew.
+    let mut lines = format!("link set eth0 address 0a:58:0a:f4:{index:02x}:{number:02x} up\n");
     if spec.families != Families::V6Only {
         lines += &format!("addr add {}/24 dev eth0\nroute add default via 10.244.{index}.1\n", pod_ip4(index, number));
     }

@@ -45,6 +45,8 @@ pub struct MeshOptions {
     pub agent_args: Vec<String>,
     /// Further arguments of the control plane.
     pub control_args: Vec<String>,
+    /// Account that may act for a node's pods, in the place of the proxies' own: then every certificate is denied.
+    pub trusted_node_account: Option<String>,
     /// Start nothing but the control plane; the rest by `Mesh::start_agent` and `Mesh::start_proxy`.
     pub control_only: bool,
 }
@@ -132,7 +134,8 @@ impl Mesh {
         command.arg("--service-account-key").arg(path("service-account.pub"));
         command.args(["--service-account-issuer", ISSUER, "--token-audience", AUDIENCE]);
         command.args(["--listen", "[::]:15012", "--admin-addr", "[::]:15014", "--server-name", CONTROL_NAME]);
-        command.args(["--trusted-node-account", &format!("{SYSTEM_NAMESPACE}/ztunnel")]);
+        let own = format!("{SYSTEM_NAMESPACE}/ztunnel");
+        command.arg("--trusted-node-account").arg(self.options.trusted_node_account.as_ref().unwrap_or(&own));
         command.args(&self.options.control_args);
         self.control.start(command);
     }

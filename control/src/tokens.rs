@@ -31,10 +31,14 @@ pub struct Tokens {
     keys: Mutex<Option<Keys>>,
 }
 
+/// A public key and the algorithms that it is for.
+type VerifyingKey = (DecodingKey, Vec<Algorithm>);
+type KeyList = Arc<Vec<VerifyingKey>>;
+
 struct Keys {
     read: Instant,
     text: Vec<u8>,
-    keys: Arc<Vec<(DecodingKey, Vec<Algorithm>)>>,
+    keys: KeyList,
 }
 
 impl std::fmt::Debug for Keys {
@@ -119,7 +123,7 @@ impl Tokens {
     }
 
     /// The keys, read anew when the file has changed. Keys that were good stay while the file is not.
-    fn keys(&self) -> Result<Arc<Vec<(DecodingKey, Vec<Algorithm>)>>, TokenError> {
+    fn keys(&self) -> Result<KeyList, TokenError> {
         let mut held = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(held) = &*held
             && held.read.elapsed() < REREAD
@@ -168,7 +172,7 @@ fn caller(claims: Claims) -> Result<Caller, TokenError> {
     Ok(Caller { namespace, service_account: serviceaccount.name, pod: pod.map(|p| (p.name, p.uid)) })
 }
 
-fn parse_keys(text: &[u8]) -> Result<Vec<(DecodingKey, Vec<Algorithm>)>, String> {
+fn parse_keys(text: &[u8]) -> Result<Vec<VerifyingKey>, String> {
     if text.trim_ascii_start().starts_with(b"{") {
         let set: JwkSet = serde_json::from_slice(text).map_err(|e| format!("not a JWKS: {e}"))?;
         let keys = set.keys.iter().filter_map(|jwk| {

@@ -242,9 +242,11 @@ impl Resource {
     /// The decoded workload or service, for people.
     pub fn decode(&self) -> Option<Decoded> {
         match self.kind {
-            Kind::Workload => workload::Workload::decode(&*self.body).ok().map(Decoded::Workload),
-            Kind::Service => workload::Service::decode(&*self.body).ok().map(Decoded::Service),
-            Kind::Authorization => security::Authorization::decode(&*self.body).ok().map(Decoded::Authorization),
+            Kind::Workload => workload::Workload::decode(&*self.body).ok().map(|m| Decoded::Workload(Box::new(m))),
+            Kind::Service => workload::Service::decode(&*self.body).ok().map(|m| Decoded::Service(Box::new(m))),
+            Kind::Authorization => {
+                security::Authorization::decode(&*self.body).ok().map(|m| Decoded::Authorization(Box::new(m)))
+            }
         }
     }
 
@@ -258,9 +260,9 @@ impl Resource {
 /// A resource that was decoded again.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decoded {
-    Workload(workload::Workload),
-    Service(workload::Service),
-    Authorization(security::Authorization),
+    Workload(Box<workload::Workload>),
+    Service(Box<workload::Service>),
+    Authorization(Box<security::Authorization>),
 }
 
 impl PartialEq for Resource {

@@ -582,7 +582,7 @@ fn merged(mut target: Value, change: &Value) -> Value {
 
 fn find(snapshot: &Snapshot, uid: &str) -> Option<wire::Workload> {
     match snapshot.get(Set::Workloads, uid)?.decode()? {
-        Decoded::Workload(workload) => Some(workload),
+        Decoded::Workload(workload) => Some(*workload),
         other => panic!("{other:?}"),
     }
 }
@@ -593,7 +593,7 @@ fn workload(snapshot: &Snapshot, uid: &str) -> wire::Workload {
 
 fn service(snapshot: &Snapshot, key: &str) -> wire::Service {
     match snapshot.get(Set::Addresses, key).and_then(|r| r.decode()) {
-        Some(Decoded::Service(service)) => service,
+        Some(Decoded::Service(service)) => *service,
         other => panic!("{other:?}"),
     }
 }

@@ -134,8 +134,6 @@ impl Mesh {
         command.arg("--service-account-key").arg(path("service-account.pub"));
         command.args(["--service-account-issuer", ISSUER, "--token-audience", AUDIENCE]);
         command.args(["--listen", "[::]:15012", "--admin-addr", "[::]:15014", "--server-name", CONTROL_NAME]);
-        let own = format!("{SYSTEM_NAMESPACE}/ztunnel");
-        command.arg("--trusted-node-account").arg(self.options.trusted_node_account.as_ref().unwrap_or(&own));
         command.args(&self.options.control_args);
         self.control.start(command);
     }
@@ -256,7 +254,7 @@ impl Mesh {
             wait_for(&what, || {
                 let dump = node.try_config_dump().ok()?;
                 let seen = |pod: &&Pod| workload_of(&dump, pod).is_some_and(|w| w["protocol"] == protocol);
-                pods.iter().all(|pod| seen(&pod)).then_some(())
+                pods.iter().all(seen).then_some(())
             });
         }
     }

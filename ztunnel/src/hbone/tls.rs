@@ -156,9 +156,23 @@ impl TlsSocket {
         self.inbox = None;
         while let Ok(Step::Progress) = self.step(&mut NoData) {}
         let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
-        // The alert must not be overtaken by a RST, which unread bytes would cause at close.
+        // The alert must not be overtaken by a RST, which unread bytes would cause at close: what the peer still
+        // sends is read until it has seen the end.
+        let _ = std::future::poll_fn(|cx| Pin::new(&mut self.socket).poll_shutdown(cx)).await;
         let mut waste = [0; 4096];
-        while matches!(self.socket.try_read(&mut waste), Ok(n) if n > 0) {}
+        let linger = async {
+            for _ in 0..LINGER_READS {
+                if self.socket.readable().await.is_err() {
+                    return;
+                }
+                match self.socket.try_read(&mut waste) {
+                    Ok(n) if n > 0 => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    _ => return,
+                }
+            }
+        };
+        let _ = tokio::time::timeout(LINGER, linger).await;
     }
 
     /// Decrypted bytes, or nothing at the end of the stream.
@@ -457,6 +471,9 @@ fn seal(machine: &mut impl Machine, piece: &Piece<'_>, staged: &[u8], outbox: &m
     }
 }
 
+/// How long a refused peer may take to read the alert.
+const LINGER: std::time::Duration = std::time::Duration::from_secs(1);
+const LINGER_READS: usize = 16;
 /// Plaintext in one record, bytes: the largest that TLS allows.
 const RECORD_SIZE: usize = 16 * 1024;
 /// A record with its header and tag, and handshake messages, fit into this.

@@ -123,16 +123,12 @@ impl Context {
         Ok(Arc::new(procs::open(leader, &facts.addresses).await?))
     }
 
-    /// `Found` → `Prepared`. `record` is what an earlier agent left, if it is of this namespace.
-    pub async fn prepare(&self, facts: &PodFacts, netns: &Arc<Netns>, record: Option<Record>) -> Result<Held, Trouble> {
-        let listeners = Arc::new(self.listeners(facts, netns).await?);
-        let families = Families::of(&facts.addresses);
-        let before = match record {
-            Some(record) if record.netns_cookie == netns.cookie() && record.before.families == families => {
-                record.before
-            }
-            _ => Before::read(netns, families)?,
-        };
+    /// Writes down what is about to be done to a pod. `earlier` is what was written before, if anything.
+    pub fn note(&self, facts: &PodFacts, netns: &Netns, earlier: Option<&Record>) -> Result<Record, Trouble> {
+        let mut before = Before::read(netns, Families::of(&facts.addresses))?;
+        if let Some(earlier) = earlier.filter(|earlier| earlier.netns_cookie == netns.cookie()) {
+            before.keep(&earlier.before);
+        }
         let record = Record {
             uid: facts.uid.clone(),
             cgroup_uid: facts.cgroup_uid.clone(),
@@ -144,27 +140,36 @@ impl Context {
             boot: self.records.boot().to_owned(),
         };
         self.records.write(&record)?;
-        pod_network::install(netns, &record.before).await?;
-        self.proxies.offer(Offer {
-            info: PodInfo {
-                uid: facts.uid.clone(),
-                name: facts.name.clone(),
-                namespace: facts.namespace.clone(),
-                service_account: facts.service_account.clone(),
-            },
-            netns: netns.clone(),
-            listeners: listeners.clone(),
-        });
-        Ok(Held { netns: netns.clone(), listeners, record })
+        Ok(record)
+    }
+
+    /// `Found` → `Prepared`.
+    pub async fn prepare(
+        &self,
+        facts: &PodFacts,
+        netns: Arc<Netns>,
+        listeners: PodListeners,
+        record: Record,
+    ) -> Result<Held, Trouble> {
+        pod_network::install(&netns, &record.before).await?;
+        let listeners = Arc::new(listeners);
+        let info = PodInfo {
+            uid: facts.uid.clone(),
+            name: facts.name.clone(),
+            namespace: facts.namespace.clone(),
+            service_account: facts.service_account.clone(),
+        };
+        self.proxies.offer(Offer { info, netns: netns.clone(), listeners: listeners.clone() });
+        Ok(Held { netns, listeners, record })
     }
 
     /// New listeners, or those that a proxy still holds from before the agent's restart.
-    async fn listeners(&self, facts: &PodFacts, netns: &Netns) -> Result<PodListeners, Trouble> {
+    pub async fn listeners(&self, uid: &str, netns: &Netns) -> Result<PodListeners, Trouble> {
         let taken = match PodListeners::open(netns, &self.ports) {
             Err(taken @ ListenerError::PortTaken { .. }) => taken,
             other => return Ok(other?),
         };
-        match self.proxies.return_listeners(&facts.uid).await {
+        match self.proxies.return_listeners(uid).await {
             Some(returned) => {
                 returned.check(netns.cookie(), &self.ports)?;
                 Ok(returned)
@@ -275,18 +280,13 @@ impl Context {
     /// `Prepared` → `Out`: nothing of ours is left in the pod.
     pub async fn dismantle(&self, held: &Held) -> Result<(), Trouble> {
         self.proxies.withdraw(&held.record.uid);
-        pod_network::remove(&held.netns, &held.record.before).await?;
-        Ok(self.records.remove(&held.record.uid)?)
+        self.undo(&held.netns, &held.record).await
     }
 
-    /// The pod is gone: its status and all that the kernel knows of it.
-    pub fn release_all(&self, uid: &str, held: Option<&Held>, record: Option<&Record>) -> Result<(), Trouble> {
-        self.renounce(uid)?;
-        match (held, record) {
-            (Some(held), _) => self.release(held),
-            (None, Some(record)) => Ok(self.kernel.take(record.netns_cookie, &record.addresses)?),
-            (None, None) => Ok(()),
-        }
+    /// Undoes in a pod's namespace what the record tells.
+    pub async fn undo(&self, netns: &Netns, record: &Record) -> Result<(), Trouble> {
+        pod_network::remove(netns, &record.before).await?;
+        Ok(self.records.remove(&record.uid)?)
     }
 
     /// Puts a pod's network back. What cannot be, went with its namespace.
@@ -296,7 +296,7 @@ impl Context {
         }
     }
 
-    /// Undoes in the kernel what a record tells of another namespace than the pod's present one.
+    /// Undoes in the kernel what a record tells of a namespace that is no longer the pod's.
     pub fn forget(&self, record: &Record) -> Result<(), Trouble> {
         self.kernel.take(record.netns_cookie, &record.addresses)?;
         Ok(self.records.remove(&record.uid)?)
@@ -316,6 +316,50 @@ impl Held {
             addresses: self.record.addresses.clone(),
             fail_open,
             listeners: Some(self.listeners.clone()),
+        }
+    }
+}
+
+impl Stage {
+    pub fn held(&self) -> Option<&Held> {
+        match self {
+            Stage::Out | Stage::Found(_) => None,
+            Stage::Prepared(held)
+            | Stage::Served(held)
+            | Stage::Captured(held)
+            | Stage::Enrolled(held)
+            | Stage::Following(held, _)
+            | Stage::Draining(held, _) => Some(held),
+        }
+    }
+
+    pub fn is_leaving(&self) -> bool {
+        matches!(self, Stage::Following(..) | Stage::Draining(..))
+    }
+
+    /// Hands what is held to another stage; a stage that holds nothing stays.
+    pub fn advance(&mut self, to: impl FnOnce(Held) -> Stage) {
+        *self = match std::mem::replace(self, Stage::Out) {
+            Stage::Prepared(held)
+            | Stage::Served(held)
+            | Stage::Captured(held)
+            | Stage::Enrolled(held)
+            | Stage::Following(held, _)
+            | Stage::Draining(held, _) => to(held),
+            nothing @ (Stage::Out | Stage::Found(_)) => nothing,
+        };
+    }
+
+    pub fn name(&self) -> &'static str {
+        match self {
+            Stage::Out => "out",
+            Stage::Found(_) => "found",
+            Stage::Prepared(_) => "prepared",
+            Stage::Served(_) => "served",
+            Stage::Captured(_) => "captured",
+            Stage::Enrolled(_) => "enrolled",
+            Stage::Following(..) => "following",
+            Stage::Draining(..) => "draining",
         }
     }
 }

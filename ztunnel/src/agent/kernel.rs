@@ -137,6 +137,15 @@ impl Kernel {
         capture.clear_listeners(cookie)
     }
 
+    /// For the self-test: a namespace that is no pod's, known to the connect hooks.
+    pub fn put_stand_in(&self, cookie: u64) -> Result<(), KernelError> {
+        self.capture.load().set_pod(cookie, &Pod::default())
+    }
+
+    pub fn take_stand_in(&self, cookie: u64) -> Result<(), KernelError> {
+        self.capture.load().remove_pod(cookie)
+    }
+
     pub fn is_captured(&self, cookie: u64) -> Result<bool, KernelError> {
         Ok(self.capture.load().pod(cookie)?.is_some())
     }

@@ -155,6 +155,7 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
 
     let readiness = Readiness::new();
     let first_look = readiness.pending("pods of the node");
+    let self_tested = readiness.pending("self-test of capture");
     let registry = Metrics::new();
     metrics.register(&registry, &proxies, &kernel);
     let problems = watch.objects();
@@ -164,8 +165,10 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     let admin = http::Server::bind("agent", config.admin_addr)?;
     let admin_addr = admin.local_addr();
     let server = Server::bind(ServerConfig::new(config.zds_sockets.clone()))?;
-    let node = NodeTask::new(context, root.clone(), config.rules, watch.objects())?;
+    let node = NodeTask::new(context.clone(), root.clone(), config.rules, watch.objects())?;
 
+    // Before the pods' tasks, whose sweep would take the stand-in for the rest of a pod.
+    let tested = self_test(&context).await;
     // All of them end when this function does.
     let mut tasks = JoinSet::new();
     tasks.spawn(scanning);
@@ -173,12 +176,30 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     tasks.spawn(backlog::guard(proxies, config.timings.backlog, metrics.clone()));
     tasks.spawn(admin.serve(pages(registry, metrics, readiness), std::future::pending()));
     tasks.spawn(node.run(first_look));
+    tasks.spawn(async move {
+        let mut tested = tested;
+        while !tested {
+            tokio::time::sleep(SELF_TEST_RETRY).await;
+            tested = self_test(&context).await;
+        }
+        self_tested.done();
+        std::future::pending().await
+    });
     info!(node = config.node_name, cgroup = %root.dir.display(), %admin_addr, "the agent runs");
     tokio::select! {
         () = stop => info!("the agent stops; what is captured stays captured"),
         Some(ended) = tasks.join_next() => warn!(?ended, "a part of the agent has ended, so the agent does"),
     }
     Ok(())
+}
+
+/// Whether the connect hooks are seen to work.
+async fn self_test(context: &Context) -> bool {
+    let result = context.verifier.self_test(&context.kernel).await;
+    if let Err(reason) = &result {
+        tracing::error!(reason, "capture does not work on this node, so the agent is not ready");
+    }
+    result.is_ok()
 }
 
 fn pages(registry: Arc<Metrics>, metrics: Arc<AgentMetrics>, readiness: Readiness) -> Router {
@@ -217,5 +238,6 @@ const RECORDS: &str = "pods";
 const WORKERS: usize = 2;
 const PODS_AT_A_TIME: usize = 16;
 const PROBES: usize = 2;
+const SELF_TEST_RETRY: Duration = Duration::from_secs(10);
 const LOG_QUEUE: usize = 1 << 20;
 const LOG_FLUSH: Duration = Duration::from_secs(2);

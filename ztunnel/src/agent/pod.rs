@@ -2,6 +2,8 @@
 //!
 //! Must never wait without a bound, nor let one pod's trouble become another's.
 
+mod leave;
+
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -10,7 +12,7 @@ use tokio::sync::watch;
 use tracing::{debug, info, warn};
 
 use super::decision::{Decision, PodFacts};
-use super::enrolment::{Context, Held, Stage, Trouble};
+use super::enrolment::{Context, Stage, Trouble};
 use super::metrics::{PodState, PodView, unix_seconds};
 use super::procs::FindError;
 use super::proxies::OfferError;
@@ -129,8 +131,8 @@ impl PodTask {
     async fn step(&mut self, wish: &Wish) -> Result<Next, Trouble> {
         match wish {
             Wish::Gone => {
-                if self.outlives_its_object().await {
-                    return Ok(Next::After(GONE_POLL));
+                if let Some(wait) = self.outlives_its_object().await {
+                    return Ok(Next::After(wait));
                 }
                 self.bury().await?;
                 Ok(Next::End)
@@ -218,131 +220,16 @@ impl PodTask {
     }
 
     async fn prepare(&mut self, facts: &PodFacts) -> Result<(), Trouble> {
+        // On failure the stage is `Out` again: the namespace may have been the trouble.
         let Stage::Found(netns) = std::mem::replace(&mut self.stage, Stage::Out) else { return Ok(()) };
         self.adopted = self.context.kernel.is_captured(netns.cookie())?;
-        // On failure the stage is `Out` again: the namespace may have been the trouble.
-        let held = self.context.prepare(facts, &netns, self.record.clone()).await?;
-        self.record = Some(held.record.clone());
+        let listeners = self.context.listeners(&self.uid, &netns).await?;
+        // From here on there is something to undo, whatever becomes of the next step.
+        let record = self.context.note(facts, &netns, self.record.as_ref())?;
+        self.record = Some(record.clone());
         self.known_to_proxy = true;
-        self.stage = Stage::Prepared(held);
+        self.stage = Stage::Prepared(self.context.prepare(facts, netns, listeners, record).await?);
         Ok(())
-    }
-
-    /// One step out of the mesh.
-    async fn back(&mut self, facts: &PodFacts) -> Result<Next, Trouble> {
-        let context = self.context.clone();
-        match &self.stage {
-            Stage::Out if self.record.is_some() => match self.find(facts).await {
-                // An earlier agent left the pod in the mesh: take it up where it is, then out.
-                Ok(()) => {}
-                Err(Trouble::Find(FindError::NoProcess)) => self.bury().await?,
-                Err(trouble) => return Err(trouble),
-            },
-            Stage::Out => {
-                self.leave_proxies().await;
-                context.renounce(&self.uid)?;
-                return Ok(Next::Idle);
-            }
-            Stage::Found(_) if self.record.is_some() => {
-                self.prepare(facts).await?;
-                if self.adopted {
-                    self.stage.advance(Stage::Enrolled);
-                }
-            }
-            Stage::Found(_) => self.stage = Stage::Out,
-            Stage::Prepared(held) => {
-                context.dismantle(held).await?;
-                self.stage = Stage::Out;
-                self.record = None;
-                self.adopted = false;
-            }
-            Stage::Served(held) => {
-                context.unserve(held).await;
-                self.known_to_proxy = false;
-                self.stage.advance(Stage::Prepared);
-            }
-            Stage::Captured(held) if !self.adopted => {
-                context.release(held)?;
-                self.stage.advance(Stage::Served);
-            }
-            Stage::Captured(_) | Stage::Enrolled(_) => {
-                context.renounce(&self.uid)?;
-                info!(pod = facts.name, namespace = facts.namespace, "the pod leaves the mesh: peers are to follow");
-                let until = Instant::now() + context.timings.follow;
-                self.stage.advance(|held| Stage::Following(held, until));
-            }
-            Stage::Following(held, until) => {
-                let followed = context.proxies.drain(&self.uid).await.is_some_and(|drain| drain.followed);
-                let late = Instant::now() >= *until;
-                if !followed && !late {
-                    return Ok(Next::After(POLL));
-                }
-                if !followed {
-                    warn!(pod = held.record.pod(), "peers may not have noticed that the pod leaves the mesh");
-                }
-                context.release(held)?;
-                let until = Instant::now() + context.timings.drain;
-                self.stage.advance(|held| Stage::Draining(held, until));
-            }
-            Stage::Draining(held, until) => {
-                let open = context.proxies.drain(&self.uid).await.map_or(0, |drain| drain.open);
-                if open > 0 && Instant::now() < *until {
-                    return Ok(Next::After(POLL));
-                }
-                if open > 0 {
-                    warn!(pod = held.record.pod(), open, "connections outlived the drain and are cut");
-                }
-                context.metrics.unenrolments.add(1);
-                info!(pod = held.record.pod(), "the pod is out of the mesh");
-                self.stage.advance(Stage::Served);
-            }
-        }
-        Ok(Next::Now)
-    }
-
-    /// Whether the pod's processes still run, though the object was deleted by force: what they open must not go in
-    /// the clear. Bounded, because nobody else may ever end them.
-    async fn outlives_its_object(&mut self) -> bool {
-        let Some(held) = self.stage.held().filter(|_| matches!(self.stage, Stage::Captured(_) | Stage::Enrolled(_)))
-        else {
-            return false;
-        };
-        let since = *self.gone_since.get_or_insert_with(Instant::now);
-        let scan = self.context.scanner.within(GONE_POLL).await;
-        if since.elapsed() >= GONE_GRACE || !scan.runs_in(&held.record.cgroup_uid, held.netns.id()) {
-            return false;
-        }
-        if !self.farewell {
-            warn!(pod = held.record.pod(), "the pod's object is gone but its processes run: it stays captured");
-            self.context.proxies.drain(&self.uid).await;
-            self.farewell = true;
-        }
-        true
-    }
-
-    /// The pod is gone, or in another namespace: undoes everything at once.
-    async fn bury(&mut self) -> Result<(), Trouble> {
-        let context = self.context.clone();
-        if self.record.is_some() {
-            context.release_all(&self.uid, self.stage.held(), self.record.as_ref())?;
-        }
-        self.leave_proxies().await;
-        if let Some(held) = self.stage.held() {
-            context.restore(held).await;
-        }
-        context.records.remove(&self.uid)?;
-        self.stage = Stage::Out;
-        self.record = None;
-        self.verified = None;
-        (self.adopted, self.farewell, self.gone_since) = (false, false, None);
-        Ok(())
-    }
-
-    async fn leave_proxies(&mut self) {
-        if std::mem::take(&mut self.known_to_proxy) {
-            self.context.proxies.withdraw(&self.uid);
-            self.context.proxies.delete(&self.uid).await;
-        }
     }
 
     /// Whether the pod's processes are in another namespace, or its addresses are others, than what is held.
@@ -443,50 +330,6 @@ impl PodTask {
     }
 }
 
-impl Stage {
-    fn held(&self) -> Option<&Held> {
-        match self {
-            Stage::Out | Stage::Found(_) => None,
-            Stage::Prepared(held)
-            | Stage::Served(held)
-            | Stage::Captured(held)
-            | Stage::Enrolled(held)
-            | Stage::Following(held, _)
-            | Stage::Draining(held, _) => Some(held),
-        }
-    }
-
-    fn is_leaving(&self) -> bool {
-        matches!(self, Stage::Following(..) | Stage::Draining(..))
-    }
-
-    /// Hands what is held to another stage; a stage that holds nothing stays.
-    fn advance(&mut self, to: impl FnOnce(Held) -> Stage) {
-        *self = match std::mem::replace(self, Stage::Out) {
-            Stage::Prepared(held)
-            | Stage::Served(held)
-            | Stage::Captured(held)
-            | Stage::Enrolled(held)
-            | Stage::Following(held, _)
-            | Stage::Draining(held, _) => to(held),
-            nothing @ (Stage::Out | Stage::Found(_)) => nothing,
-        };
-    }
-
-    fn name(&self) -> &'static str {
-        match self {
-            Stage::Out => "out",
-            Stage::Found(_) => "found",
-            Stage::Prepared(_) => "prepared",
-            Stage::Served(_) => "served",
-            Stage::Captured(_) => "captured",
-            Stage::Enrolled(_) => "enrolled",
-            Stage::Following(..) => "following",
-            Stage::Draining(..) => "draining",
-        }
-    }
-}
-
 async fn sleep(wait: Option<Duration>) {
     match wait {
         Some(wait) => tokio::time::sleep(wait).await,
@@ -494,10 +337,5 @@ async fn sleep(wait: Option<Duration>) {
     }
 }
 
-/// How often the proxy is asked how far a drain is.
-const POLL: Duration = Duration::from_millis(200);
-/// How long a pod whose object is gone stays captured while its processes run, and how often that is looked at.
-const GONE_GRACE: Duration = Duration::from_secs(60);
-const GONE_POLL: Duration = Duration::from_millis(500);
 /// A look at the node's processes may be this old for what is only watched.
 const SCAN_AGE: Duration = Duration::from_secs(5);

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
@@ -111,6 +111,21 @@ impl Verifier {
         defects
     }
 
+    /// Whether the connect hooks work at all: the same probe from a namespace and a cgroup made for it.
+    pub async fn self_test(&self, kernel: &Kernel) -> Result<(), String> {
+        let netns = Netns::make().map_err(|error| format!("cannot make a network namespace: {error}"))?;
+        let cgroup = self.root.dir.join(format!("understory-self-test-{}", std::process::id()));
+        std::fs::create_dir_all(&cgroup).map_err(|error| format!("cannot make {}: {error}", cgroup.display()))?;
+        let result = match kernel.put_stand_in(netns.cookie()) {
+            Ok(()) => self.dial_inside(kernel, netns.cookie(), &netns, &cgroup).await,
+            Err(error) => Err(error.to_string()),
+        };
+        // What stays behind of these two is swept, and harms nobody.
+        let _ = kernel.take_stand_in(netns.cookie());
+        let _ = std::fs::remove_dir(&cgroup);
+        result
+    }
+
     fn lies_under_root(&self, process: &Process, exempt: &[u64]) -> Result<(), String> {
         let Some(unified) = &process.place.unified else {
             return Err(format!("process {} is in no cgroup v2", process.pid));
@@ -130,40 +145,32 @@ impl Verifier {
         }
     }
 
-    /// Dials from inside the pod; the hooks must have counted each dial and refused it.
     async fn probe(&self, kernel: &Kernel, subject: &Subject<'_>) -> Option<Defect> {
-        let defect = |reason| Some(Defect { part: Part::Outbound, reason });
         let unified = subject.leader.and_then(|leader| leader.place.unified.as_deref());
         let cgroup = unified.and_then(|unified| self.root.dir_of(unified)).filter(|dir| dir.is_dir());
         let cgroup = cgroup.unwrap_or_else(|| self.root.dir.clone());
+        let result = self.dial_inside(kernel, subject.captured.cookie, subject.netns, &cgroup).await;
+        result.err().map(|reason| Defect { part: Part::Outbound, reason })
+    }
+
+    /// Dials from inside a namespace and a cgroup; the hooks must have counted each dial and refused it.
+    async fn dial_inside(&self, kernel: &Kernel, cookie: u64, netns: &Netns, cgroup: &Path) -> Result<(), String> {
         // The semaphore is never closed.
         let _slot = self.probes.acquire().await;
-        let cookie = subject.captured.cookie;
-        let before = match kernel.probed(cookie) {
-            Ok(before) => before,
-            Err(error) => return defect(error.to_string()),
-        };
-        let seen = match probe::run(&self.program, subject.netns, &cgroup, self.limit).await {
-            Ok(seen) => seen,
-            Err(error) => return defect(error.to_string()),
-        };
-        let counted = match kernel.probed(cookie) {
-            Ok(after) => after.saturating_sub(before),
-            Err(error) => return defect(error.to_string()),
-        };
+        let before = kernel.probed(cookie).map_err(|error| error.to_string())?;
+        let seen = probe::run(&self.program, netns, cgroup, self.limit).await.map_err(|error| error.to_string())?;
+        let after = kernel.probed(cookie).map_err(|error| error.to_string())?;
         let passed = |name, dial| (dial == Dial::Passed).then_some(name);
         let passed: Vec<&str> = [passed("IPv4", seen.v4), passed("IPv6", seen.v6)].into_iter().flatten().collect();
         if !passed.is_empty() {
-            return defect(format!("a probe from inside the pod got past the connect hooks ({})", passed.join(", ")));
+            let (families, cgroup) = (passed.join(", "), cgroup.display());
+            return Err(format!("a probe in cgroup {cgroup} got past the connect hooks ({families})"));
         }
-        if counted < seen.dials() {
-            return defect(format!(
-                "the connect hooks saw {counted} of {} probes from inside the pod ({})",
-                seen.dials(),
-                cgroup.display()
-            ));
+        let (counted, dials) = (after.saturating_sub(before), seen.dials());
+        if counted < dials {
+            return Err(format!("the connect hooks saw {counted} of {dials} probes in cgroup {}", cgroup.display()));
         }
-        None
+        Ok(())
     }
 
     /// A dial from the node to a capture port must be refused; the listener behind it would accept it.

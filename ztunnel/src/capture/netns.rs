@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe};
 
 /// What tells two namespaces apart while at least one descriptor of each is open: device and inode of its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,6 +39,16 @@ impl Netns {
     /// Opens `/proc/<pid>/ns/net`, or a bind mount of one.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Netns> {
         Netns::from_fd(File::open(path)?.into())
+    }
+
+    /// A new namespace without a name; it ends with its last descriptor. Made by a thread of its own, which ends.
+    pub fn make() -> io::Result<Netns> {
+        let maker = std::thread::spawn(|| {
+            // SAFETY: only the network namespace of this short-lived thread changes; no descriptors are unshared.
+            unsafe { unshare_unsafe(UnshareFlags::NEWNET) }?;
+            Netns::current()
+        });
+        maker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
     /// The namespace of the calling thread.
@@ -163,17 +173,9 @@ const NS_GET_NSTYPE: libc::Ioctl = 0xb703;
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-    /// A namespace of its own, without any name; it ends with the last descriptor.
     pub(crate) fn fresh() -> Netns {
-        std::thread::spawn(|| {
-            // SAFETY: only the network namespace of this short-lived thread changes.
-            unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.expect("tests need root");
-            Netns::current().unwrap()
-        })
-        .join()
-        .unwrap()
+        Netns::make().expect("tests need root")
     }
 
     #[test]

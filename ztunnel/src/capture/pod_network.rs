@@ -86,6 +86,18 @@ impl Before {
         let sysctls = families.sysctls().map(|name| Ok((name.to_owned(), read_sysctl(netns, name)?)));
         Ok(Before { families, sysctls: sysctls.collect::<Result<_, PodNetworkError>>()? })
     }
+
+    /// Takes over what was read earlier, before an installation that is there now.
+    pub fn keep(&mut self, earlier: &Before) {
+        for (name, former) in &earlier.sysctls {
+            match self.sysctls.iter_mut().find(|(other, _)| other == name) {
+                Some((_, value)) => value.clone_from(former),
+                None => self.sysctls.push((name.clone(), former.clone())),
+            }
+        }
+        self.families.v4 |= earlier.families.v4;
+        self.families.v6 |= earlier.families.v6;
+    }
 }
 
 /// Puts in place whatever is not there yet.
@@ -414,6 +426,19 @@ mod tests {
         // Changed by somebody else meanwhile: theirs stays.
         write_sysctl(&pod, REFLECT_V4, "0").unwrap();
         remove(&pod, &before).await.unwrap();
+        assert_eq!(picture(&pod), untouched);
+    }
+
+    #[tokio::test]
+    async fn what_is_read_after_an_installation_does_not_replace_what_was_read_before() {
+        let pod = pod();
+        let untouched = picture(&pod);
+        let earlier = Before::read(&pod, BOTH).unwrap();
+        install(&pod, &earlier).await.unwrap();
+        let mut later = Before::read(&pod, Families { v4: true, v6: false }).unwrap();
+        later.keep(&earlier);
+        install(&pod, &later).await.unwrap();
+        remove(&pod, &later).await.unwrap();
         assert_eq!(picture(&pod), untouched);
     }
 

@@ -1,11 +1,16 @@
 //! What the stream holds, and how a response changes it and the model.
+//!
+//! Must never drop a good resource because another one in the same response is bad.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Instant;
 
 use prost::Message;
 
-use super::demand::{Answer, Demand};
-use crate::mesh::{Mesh, Update, convert_service, convert_workload};
+use super::demand::{Demand, Key};
+use super::subscriptions::Subscriptions;
+use crate::mesh::{Mesh, Snapshot, Update, convert_service, convert_workload};
 use crate::policy::convert_policy;
 use crate::proto::discovery::{DeltaDiscoveryResponse, Resource};
 use crate::proto::{security, workload};
@@ -16,10 +21,12 @@ pub const AUTHORIZATION: &str = "type.googleapis.com/istio.security.Authorizatio
 /// Names and versions of what was taken, by type.
 #[derive(Debug, Default)]
 pub struct Held {
-    addresses: HashMap<String, String>,
-    authorizations: HashMap<String, String>,
-    /// Held from an earlier stream and not mentioned yet by one that was not told what we hold.
-    stale: HashSet<(Kind, String)>,
+    addresses: HashMap<Arc<str>, Box<str>>,
+    authorizations: HashMap<Arc<str>, Box<str>>,
+    /// Held from an earlier stream, and not mentioned yet by this one, which was not told that we hold it.
+    stale: HashSet<(Kind, Arc<str>)>,
+    /// When the present stream last mentioned something that was stale.
+    confirmed: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,7 +35,16 @@ pub enum Kind {
     Authorization,
 }
 
+/// What became of a response.
+#[derive(Debug, Default)]
+pub struct Applied {
+    /// Name and reason of each resource that could not be taken.
+    pub refused: Vec<(String, String)>,
+}
+
 impl Kind {
+    pub const ALL: [Self; 2] = [Self::Address, Self::Authorization];
+
     pub fn of(type_url: &str) -> Option<Self> {
         match type_url {
             ADDRESS => Some(Self::Address),
@@ -46,64 +62,87 @@ impl Kind {
 }
 
 impl Held {
-    fn of(&mut self, kind: Kind) -> &mut HashMap<String, String> {
+    fn of(&mut self, kind: Kind) -> &mut HashMap<Arc<str>, Box<str>> {
         match kind {
             Kind::Address => &mut self.addresses,
             Kind::Authorization => &mut self.authorizations,
         }
     }
 
-    /// What to tell a new stream. Nothing where the message would be too large for the server: then everything is
-    /// sent again, and what is not mentioned is stale.
-    pub fn versions(&mut self, kind: Kind, omit: bool) -> HashMap<String, String> {
-        let held = self.of(kind);
-        let size: usize = held.iter().map(|(name, version)| name.len() + version.len() + MAP_OVERHEAD).sum();
-        if !omit && size < MAX_VERSIONS {
-            return held.clone();
+    /// What to tell a new stream that we hold: as much as goes into `limit` bytes, for the server may refuse larger
+    /// messages. The rest is sent again, and what of it is not mentioned is stale.
+    pub fn versions(&mut self, kind: Kind, limit: usize) -> HashMap<String, String> {
+        let mut told = HashMap::new();
+        let mut rest = Vec::new();
+        let mut size = 0;
+        for (name, version) in self.of(kind).iter() {
+            size += name.len() + version.len() + MAP_OVERHEAD;
+            if size <= limit {
+                told.insert(name.to_string(), version.to_string());
+            } else {
+                rest.push((kind, name.clone()));
+            }
         }
-        let names: Vec<String> = held.keys().cloned().collect();
-        self.stale.extend(names.into_iter().map(|name| (kind, name)));
-        HashMap::new()
+        self.stale.extend(rest);
+        self.confirmed = None;
+        told
     }
 
-    /// Applies a response as one change. Gives what could not be taken.
+    /// Applies a response as one change.
     pub fn apply(
         &mut self,
         kind: Kind,
-        response: DeltaDiscoveryResponse,
+        response: &DeltaDiscoveryResponse,
         mesh: &Mesh,
-        demand: &Demand,
-    ) -> Vec<(String, String)> {
-        let mut refused = Vec::new();
-        let mut answers = Vec::new();
+        mut subscriptions: Option<&mut Subscriptions>,
+    ) -> Applied {
+        let mut applied = Applied::default();
+        if response.resources.is_empty() && response.removed_resources.is_empty() {
+            return applied;
+        }
         mesh.update(|update| {
-            for resource in response.resources {
-                self.stale.remove(&(kind, resource.name.clone()));
-                match take(kind, &resource, update) {
-                    Ok(()) => {
-                        answers.extend(resource.aliases.iter().map(|alias| (alias.clone(), Answer::Known)));
-                        answers.push((resource.name.clone(), Answer::Known));
-                        self.of(kind).insert(resource.name, resource.version);
+            for resource in &response.resources {
+                match take(kind, resource, update) {
+                    Ok(name) => {
+                        self.mentioned(kind, &name);
+                        if let Some(subscriptions) = &mut subscriptions {
+                            subscriptions.received(&name);
+                        }
+                        self.of(kind).insert(name, resource.version.as_str().into());
                     }
-                    Err(reason) => refused.push((resource.name, reason)),
+                    Err(reason) => {
+                        let name: Arc<str> = resource.name.as_str().into();
+                        self.mentioned(kind, &name);
+                        // A version that no server has: the next stream sends the resource again.
+                        if let Some(version) = self.of(kind).get_mut(&name) {
+                            *version = "".into();
+                        }
+                        applied.refused.push((resource.name.clone(), reason));
+                    }
                 }
             }
-            for name in response.removed_resources {
-                self.stale.remove(&(kind, name.clone()));
+            for name in &response.removed_resources {
+                let name: Arc<str> = name.as_str().into();
+                self.mentioned(kind, &name);
                 self.of(kind).remove(&name);
                 remove(kind, &name, update);
-                answers.push((name, Answer::Absent));
             }
         });
-        // Those who wait look into the model, so they are woken when it has the answer.
-        for (name, answer) in answers {
-            demand.answer(&name, answer);
-        }
-        refused
+        applied
     }
 
-    pub fn has_stale(&self) -> bool {
-        !self.stale.is_empty()
+    /// Whether a response says that all addresses are gone, of which there are several: a server can be led to say so
+    /// although nothing was deleted.
+    pub fn says_all_is_gone(&self, response: &DeltaDiscoveryResponse) -> bool {
+        let removed: HashSet<&str> = response.removed_resources.iter().map(String::as_str).collect();
+        self.addresses.len() > 1
+            && response.resources.is_empty()
+            && self.addresses.keys().all(|name| removed.contains(&**name))
+    }
+
+    /// When something is held that the present stream has not mentioned: since when nothing more of it was.
+    pub fn stale_since(&self, stream_start: Instant) -> Option<Instant> {
+        (!self.stale.is_empty()).then(|| self.confirmed.unwrap_or(stream_start))
     }
 
     /// Removes what the present stream has not mentioned.
@@ -118,34 +157,93 @@ impl Held {
         });
         count
     }
+
+    /// On demand: drops addresses that none of `used` needs, and tells their names.
+    pub fn drop_unused(&mut self, used: &[Key], mesh: &Mesh) -> Vec<Arc<str>> {
+        let needed = needed(used, &mesh.load());
+        let unused: Vec<Arc<str>> = self.addresses.keys().filter(|name| !needed.contains(*name)).cloned().collect();
+        if !unused.is_empty() {
+            mesh.update(|update| {
+                for name in &unused {
+                    self.addresses.remove(name);
+                    update.remove_address(name);
+                }
+            });
+        }
+        unused
+    }
+
+    fn mentioned(&mut self, kind: Kind, name: &Arc<str>) {
+        if !self.stale.is_empty() && self.stale.remove(&(kind, name.clone())) {
+            self.confirmed = Some(Instant::now());
+        }
+    }
 }
 
-fn take(kind: Kind, resource: &Resource, update: &mut Update<'_>) -> Result<(), String> {
+/// The names of all resources that the keys stand for: services with their endpoints, workloads, and the own node's.
+fn needed(used: &[Key], mesh: &Snapshot) -> HashSet<Arc<str>> {
+    let mut needed: HashSet<Arc<str>> = mesh.local_workloads().map(|w| w.uid.clone()).collect();
+    for key in used {
+        let services: Vec<_> = match key {
+            Key::Address(at) => mesh.services_at(at).collect(),
+            Key::Name(name) => mesh.service(name).into_iter().collect(),
+        };
+        for service in services {
+            needed.insert(service.key.clone());
+            needed.extend(mesh.members(service).iter().map(|w| w.uid.clone()));
+        }
+        let workloads: &[_] = match key {
+            Key::Address(at) => mesh.workloads_at(at),
+            Key::Name(_) => &[],
+        };
+        needed.extend(workloads.iter().map(|w| w.uid.clone()));
+        if let Key::Name(name) = key {
+            needed.insert(name.clone());
+        }
+    }
+    needed
+}
+
+/// Takes a resource into the model; its name.
+fn take(kind: Kind, resource: &Resource, update: &mut Update<'_>) -> Result<Arc<str>, String> {
     let any = resource.resource.as_ref().ok_or("it has no content")?;
     if any.type_url != kind.url() {
         return Err(format!("its type is {:?}", any.type_url));
     }
+    let same_name = |name: &str| match *resource.name == *name {
+        true => Ok(()),
+        false => Err(format!("its content is of {name:?}")),
+    };
     match kind {
         Kind::Address => {
             let address = workload::Address::decode(&*any.value).map_err(|e| e.to_string())?;
             match address.r#type {
                 Some(workload::address::Type::Workload(wire)) => {
                     let workload = convert_workload(&wire, update.strings()).map_err(|e| e.to_string())?;
+                    same_name(&workload.uid)?;
+                    let name = workload.uid.clone();
                     update.workload(workload);
+                    Ok(name)
                 }
                 Some(workload::address::Type::Service(wire)) => {
                     let service = convert_service(&wire, update.strings()).map_err(|e| e.to_string())?;
+                    same_name(&service.key)?;
+                    let name = service.key.clone();
                     update.service(service);
+                    Ok(name)
                 }
-                None => return Err("it is neither a workload nor a service".into()),
+                None => Err("it is neither a workload nor a service".into()),
             }
         }
         Kind::Authorization => {
             let wire = security::Authorization::decode(&*any.value).map_err(|e| e.to_string())?;
-            update.policy(convert_policy(&wire).map_err(|e| e.to_string())?);
+            let policy = convert_policy(&wire).map_err(|e| e.to_string())?;
+            same_name(&policy.key)?;
+            let name = policy.key.clone();
+            update.policy(policy);
+            Ok(name)
         }
     }
-    Ok(())
 }
 
 fn remove(kind: Kind, name: &str, update: &mut Update<'_>) {
@@ -155,7 +253,14 @@ fn remove(kind: Kind, name: &str, update: &mut Update<'_>) {
     };
 }
 
-/// istiod takes messages of 4 MiB; bytes.
-const MAX_VERSIONS: usize = 3 << 20;
+/// Answers the questions of connections that a response on addresses has settled.
+pub fn settle(response: &DeltaDiscoveryResponse, mesh: &Mesh, demand: &Demand) {
+    let resources = &response.resources;
+    let aliases = resources.iter().flat_map(|r| r.aliases.iter().map(String::as_str));
+    let names = resources.iter().map(|r| r.name.as_str());
+    let removed = response.removed_resources.iter().map(String::as_str);
+    demand.applied(&mesh.load(), aliases.chain(names).chain(removed));
+}
+
 /// Bytes of protobuf around a name and a version.
-const MAP_OVERHEAD: usize = 8;
+const MAP_OVERHEAD: usize = 12;

@@ -1,300 +1,285 @@
 //! The delta stream: opened, kept, and opened again for as long as the process lives.
+//!
+//! Must never block reading on writing, nor wait for ever on a server that says nothing.
 
-use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use prost::Message;
-use prost_types::value::Kind as ValueKind;
-use prost_types::{Struct, Value};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Status, Streaming};
 
-use super::apply::{Held, Kind};
+use super::apply::{Held, Kind, settle};
 use super::status::Termination;
-use super::{Discovery, DiscoverySettings};
-use crate::identity::{ControlPlane, describe_status};
+use super::subscriptions::Subscriptions;
+use super::{Discovery, messages};
+use crate::identity::{ControlPlane, Roots, describe_status};
 use crate::proto::discovery::aggregated_discovery_service_client::AggregatedDiscoveryServiceClient;
 use crate::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
-use crate::proto::{Node, Status as WireStatus};
 use crate::random;
 
-/// How a session ended.
+/// How a stream ended.
 struct End {
     why: Termination,
-    /// For the log; nothing where the server ended the stream as planned.
+    /// For the log; nothing where the end was planned.
     error: Option<String>,
     /// The server could not take what we told it that we hold.
     too_large: bool,
-    /// Something was received: the next attempt starts with the shortest pause.
-    progressed: bool,
 }
 
-/// Keeps the stream open. Names to ask for come by `asked`.
-pub async fn run(control_plane: ControlPlane, discovery: Discovery, mut asked: mpsc::Receiver<String>) {
+/// One stream while it is open.
+struct Session<'a> {
+    control_plane: &'a ControlPlane,
+    roots: &'a Roots,
+    discovery: &'a Discovery,
+    held: &'a mut Held,
+    /// On demand only.
+    subscriptions: Option<Subscriptions>,
+    requests: mpsc::Sender<DeltaDiscoveryRequest>,
+    opened: Instant,
+    /// The types that have had their first answer.
+    answered: Vec<Kind>,
+    /// A stream older than this is opened anew, so that nothing can stay wrong for ever.
+    max_age: Duration,
+}
+
+/// Keeps the stream open.
+pub async fn run(control_plane: ControlPlane, discovery: Discovery) {
     let (shortest, longest) = discovery.settings.backoff;
     let mut pause = shortest;
     let mut held = Held::default();
-    let mut omit_versions = false;
+    let mut versions_limit = discovery.settings.versions_limit;
     let mut last_warning: Option<Instant> = None;
     loop {
-        let end = session(&control_plane, &discovery, &mut held, &mut asked, omit_versions).await;
-        omit_versions = end.too_large;
-        if end.progressed {
+        let (started, responses) = (Instant::now(), discovery.shared.responses());
+        let end = session(&control_plane, &discovery, &mut held, versions_limit).await;
+        versions_limit = if end.too_large { 0 } else { discovery.settings.versions_limit };
+        // A server that answers and then cuts us off, again and again, is not hurried.
+        let served = discovery.shared.responses() > responses && started.elapsed() > SERVED;
+        if served {
             pause = shortest;
         }
         let is_new = discovery.shared.ended(end.why, end.error.clone());
-        discovery.demand.doubt_absent();
+        let (setting, address, why) = (control_plane.setting, &control_plane.address, end.why.as_str());
         match &end.error {
-            None => {
-                tracing::info!(address = %control_plane.address, "the control plane ended the stream, connecting again")
-            }
+            None => tracing::info!(%address, why, "the discovery stream ends as planned"),
+            // Streams end now and then; what matters is whether the next one can be opened.
+            Some(reason) if served => tracing::info!(%address, why, reason, "the discovery stream has ended"),
             // Once for each reason, and now and then while it stays so.
             Some(reason) if is_new || last_warning.is_none_or(|at| at.elapsed() > REMIND) => {
                 last_warning = Some(Instant::now());
-                tracing::warn!(address = %control_plane.address, reason, "no discovery stream, trying again");
+                tracing::warn!(setting, %address, why, reason, "no discovery stream, trying again");
             }
-            Some(reason) => tracing::debug!(address = %control_plane.address, reason, "no discovery stream"),
+            Some(reason) => tracing::debug!(setting, %address, why, reason, "no discovery stream"),
         }
         tokio::time::sleep(pause.mul_f64(random::factor(0.2))).await;
         pause = (pause * 2).min(longest);
     }
 }
 
-async fn session(
-    control_plane: &ControlPlane,
-    discovery: &Discovery,
-    held: &mut Held,
-    asked: &mut mpsc::Receiver<String>,
-    omit_versions: bool,
-) -> End {
-    let not_connected = |error: String| End {
-        why: Termination::ConnectionError,
-        error: Some(error),
-        too_large: false,
-        progressed: false,
-    };
+async fn session(control_plane: &ControlPlane, discovery: &Discovery, held: &mut Held, versions_limit: usize) -> End {
     let settings = &discovery.settings;
     let roots = match control_plane.load_roots() {
         Ok(roots) => roots,
-        Err(error) => return not_connected(error.to_string()),
+        Err(error) => return End::not_connected(error.to_string()),
     };
     let channel = match control_plane.connect(&roots, settings.timings).await {
         Ok(channel) => channel,
-        Err(error) => return not_connected(error.to_string()),
+        Err(error) => return End::not_connected(error.to_string()),
     };
     let (requests, queue) = mpsc::channel(REQUESTS);
-    for kind in [Kind::Address, Kind::Authorization] {
-        let first = first_request(kind, discovery, held, omit_versions);
+    let mut subscriptions = settings.on_demand.then(Subscriptions::default);
+    for kind in Kind::ALL {
+        let names = match &mut subscriptions {
+            Some(subscriptions) if kind == Kind::Address => {
+                let names = discovery.demand.restart();
+                subscriptions.restart(&names);
+                Some(names)
+            }
+            _ => None,
+        };
+        let first = messages::first(kind, settings, held.versions(kind, versions_limit), names);
         // The queue is empty and larger than this.
         let _ = requests.try_send(first);
     }
     let mut call = Request::new(ReceiverStream::new(queue));
     if let Err(error) = control_plane.authorize(call.metadata_mut()) {
-        return not_connected(error.to_string());
+        return End::not_connected(error.to_string());
     }
     let mut client = AggregatedDiscoveryServiceClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
-    let opening = tokio::time::timeout(OPEN_LIMIT, client.delta_aggregated_resources(call)).await;
-    let stream = match opening {
+    let limit = settings.answer_limit;
+    let stream = match tokio::time::timeout(limit, client.delta_aggregated_resources(call)).await {
         Ok(Ok(stream)) => stream.into_inner(),
         Ok(Err(status)) => return ended(&status, false),
-        Err(_) => return not_connected(format!("the discovery stream was not opened within {OPEN_LIMIT:?}")),
+        Err(_) => return End::error(format!("the server did not open the stream within {limit:?}")),
     };
     discovery.shared.connected();
     tracing::info!(address = %control_plane.address, on_demand = settings.on_demand, "discovery stream is open");
-    serve(control_plane, &roots, discovery, held, asked, &requests, stream).await
+    let session = Session {
+        control_plane,
+        roots: &roots,
+        discovery,
+        held,
+        subscriptions,
+        requests,
+        opened: Instant::now(),
+        answered: Vec::new(),
+        max_age: settings.max_stream_age.mul_f64(random::factor(0.1)),
+    };
+    session.serve(stream).await
 }
 
-#[allow(clippy::too_many_arguments)]
-async fn serve(
-    control_plane: &ControlPlane,
-    roots: &crate::identity::Roots,
-    discovery: &Discovery,
-    held: &mut Held,
-    asked: &mut mpsc::Receiver<String>,
-    requests: &mpsc::Sender<DeltaDiscoveryRequest>,
-    stream: Streaming<DeltaDiscoveryResponse>,
-) -> End {
-    let mut stream = pin!(stream);
-    let mut progressed = false;
-    let mut first: Vec<Kind> = Vec::new();
-    let mut last_message = Instant::now();
-    let mut tick = tokio::time::interval(TICK);
-    let overrun = |progressed| End {
-        why: Termination::Error,
-        error: Some("the control plane does not read our requests".into()),
-        too_large: false,
-        progressed,
-    };
-    loop {
-        tokio::select! {
-            message = stream.message() => {
-                let response = match message {
-                    Ok(Some(response)) => response,
-                    Ok(None) => {
-                        return End { why: Termination::Complete, error: None, too_large: false, progressed };
-                    }
-                    Err(status) => return ended(&status, progressed),
-                };
-                progressed = true;
-                last_message = Instant::now();
-                let bytes = response.resources.iter().map(|r| r.encoded_len() as u64).sum();
-                discovery.shared.message(&response.type_url, bytes);
-                let answer = answer(discovery, held, response, &mut first);
-                if requests.try_send(answer).is_err() {
-                    return overrun(progressed);
-                }
-                if first.len() == 2 {
-                    discovery.shared.synced.send_if_modified(|synced| !std::mem::replace(synced, true));
-                }
-            }
-            name = asked.recv() => {
-                // The sender lives in the discovery that we hold.
-                let Some(name) = name else { continue };
-                let mut names = vec![name];
-                while let Ok(name) = asked.try_recv() {
-                    names.push(name);
-                }
-                // A name that nobody needs any more leaves together with one that comes: a request that only
-                // unsubscribes is answered as if everything were gone (istiod).
-                let gone = discovery.demand.unused_absent(ABSENT_LIMIT);
-                for name in &gone {
-                    discovery.demand.forget(name);
-                }
-                let request = DeltaDiscoveryRequest {
-                    type_url: Kind::Address.url().into(),
-                    resource_names_subscribe: names,
-                    resource_names_unsubscribe: gone,
-                    ..Default::default()
-                };
-                if requests.try_send(request).is_err() {
-                    return overrun(progressed);
-                }
-            }
-            _ = tick.tick() => {
-                if held.has_stale() && first.len() == 2 && last_message.elapsed() > QUIET {
-                    let purged = held.purge(&discovery.mesh);
-                    tracing::info!(purged, "removed what the control plane no longer mentions");
-                }
-                if control_plane.load_roots().is_ok_and(|now| now != *roots) {
-                    let error = None;
-                    tracing::info!("the control plane's roots have changed, connecting again");
-                    return End { why: Termination::Reconnect, error, too_large: false, progressed };
-                }
+impl Session<'_> {
+    async fn serve(mut self, mut stream: Streaming<DeltaDiscoveryResponse>) -> End {
+        let mut tick = tokio::time::interval(TICK.min(self.discovery.settings.answer_limit / 2));
+        let mut swept = Instant::now();
+        loop {
+            let end = tokio::select! {
+                message = stream.message() => match message {
+                    Ok(Some(response)) => self.take(&response),
+                    Ok(None) => Err(End::planned(Termination::Complete)),
+                    Err(status) => Err(ended(&status, !self.answered.is_empty())),
+                },
+                () = self.discovery.demand.news.notified() => self.ask(&mut swept),
+                _ = tick.tick() => self.look_around(),
+            };
+            if let Err(end) = end {
+                return end;
             }
         }
     }
-}
 
-/// Applies a response and says so to the server.
-fn answer(
-    discovery: &Discovery,
-    held: &mut Held,
-    response: DeltaDiscoveryResponse,
-    first: &mut Vec<Kind>,
-) -> DeltaDiscoveryRequest {
-    let mut answer = DeltaDiscoveryRequest {
-        type_url: response.type_url.clone(),
-        response_nonce: response.nonce.clone(),
-        ..Default::default()
-    };
-    let Some(kind) = Kind::of(&response.type_url) else {
-        tracing::debug!(type_url = response.type_url, "a type that is not used here");
-        return answer;
-    };
-    let refused = held.apply(kind, response, &discovery.mesh, &discovery.demand);
-    if !first.contains(&kind) {
-        first.push(kind);
-    }
-    if !refused.is_empty() {
-        let texts: Vec<String> = refused.iter().map(|(name, reason)| format!("{name}: {reason}")).collect();
-        let message = texts.join("; ");
-        tracing::warn!(kind = kind.url(), refused = refused.len(), reason = message, "resources cannot be used");
-        answer.error_detail = Some(WireStatus { code: Code::InvalidArgument as i32, message, details: Vec::new() });
-    }
-    answer
-}
-
-fn first_request(kind: Kind, discovery: &Discovery, held: &mut Held, omit_versions: bool) -> DeltaDiscoveryRequest {
-    let mut request = DeltaDiscoveryRequest {
-        node: Some(node(&discovery.settings)),
-        type_url: kind.url().into(),
-        initial_resource_versions: held.versions(kind, omit_versions).into_iter().collect(),
-        ..Default::default()
-    };
-    if kind == Kind::Address && discovery.is_on_demand() {
-        // Both in one message open the type without the whole mesh.
-        request.resource_names_subscribe = vec!["*".into()];
-        request.resource_names_subscribe.extend(discovery.demand.names());
-        request.resource_names_unsubscribe = vec!["*".into()];
-    }
-    request
-}
-
-fn node(settings: &DiscoverySettings) -> Node {
-    let ip = settings.instance_ip.map_or_else(|| "1.1.1.1".to_owned(), |ip| ip.to_string());
-    let namespace = &settings.pod_namespace;
-    let id = format!("ztunnel~{ip}~{}.{namespace}~{namespace}.svc.cluster.local", settings.pod_name);
-    let text = |text: &str| Value { kind: Some(ValueKind::StringValue(text.to_owned())) };
-    let mut fields: std::collections::BTreeMap<String, Value> =
-        settings.metadata.iter().map(|(key, value)| (key.clone(), proto_value(value))).collect();
-    for (key, value) in [
-        ("NAME", settings.pod_name.as_str()),
-        ("NAMESPACE", namespace),
-        ("INSTANCE_IPS", &ip),
-        ("NODE_NAME", &settings.node_name),
-        ("CLUSTER_ID", &settings.cluster_id),
-        ("ISTIO_VERSION", ISTIO_VERSION),
-    ] {
-        fields.insert(key.to_owned(), text(value));
-    }
-    Node { id, cluster: String::new(), metadata: Some(Struct { fields }) }
-}
-
-fn proto_value(from: &serde_json::Value) -> Value {
-    let kind = match from {
-        serde_json::Value::Null => ValueKind::NullValue(0),
-        serde_json::Value::Bool(value) => ValueKind::BoolValue(*value),
-        serde_json::Value::Number(value) => ValueKind::NumberValue(value.as_f64().unwrap_or_default()),
-        serde_json::Value::String(value) => ValueKind::StringValue(value.clone()),
-        serde_json::Value::Array(values) => {
-            ValueKind::ListValue(prost_types::ListValue { values: values.iter().map(proto_value).collect() })
+    /// Applies a response and says so to the server.
+    fn take(&mut self, response: &DeltaDiscoveryResponse) -> Result<(), End> {
+        let bytes = response.resources.iter().map(|r| r.encoded_len() as u64).sum();
+        self.discovery.shared.message(&response.type_url, bytes);
+        let Some(kind) = Kind::of(&response.type_url) else {
+            tracing::debug!(type_url = response.type_url, "a type that is not used here");
+            return self.send(messages::answer(response, &[]));
+        };
+        let is_first = !self.answered.contains(&kind);
+        let on_demand = self.discovery.settings.on_demand;
+        if kind == Kind::Address && on_demand && !is_first && self.held.says_all_is_gone(response) {
+            // The first answer of a new stream compares what we hold and settles it.
+            tracing::info!("the control plane says that every address is gone: asking again on a new stream");
+            return Err(End::planned(Termination::Reconnect));
         }
-        serde_json::Value::Object(map) => ValueKind::StructValue(Struct {
-            fields: map.iter().map(|(key, value)| (key.clone(), proto_value(value))).collect(),
-        }),
-    };
-    Value { kind: Some(kind) }
+        let mesh = &self.discovery.mesh;
+        let applied = self.held.apply(kind, response, mesh, self.subscriptions.as_mut());
+        if kind == Kind::Address && on_demand {
+            settle(response, mesh, &self.discovery.demand);
+        }
+        if is_first {
+            self.answered.push(kind);
+            if self.answered.len() == Kind::ALL.len() {
+                self.discovery.shared.synced();
+            }
+        }
+        if !applied.refused.is_empty() {
+            let refused = applied.refused.len();
+            self.discovery.shared.refused(refused as u64);
+            let reason = messages::reasons(&applied.refused);
+            tracing::warn!(kind = kind.url(), refused, reason, "resources cannot be used");
+        }
+        self.send(messages::answer(response, &applied.refused))
+    }
+
+    /// On demand: asks for what connections need, and gives up what has not been used for long.
+    fn ask(&mut self, swept: &mut Instant) -> Result<(), End> {
+        let Discovery { demand, mesh, settings, .. } = self.discovery;
+        let names = demand.take_to_ask();
+        let Some(subscriptions) = self.subscriptions.as_mut().filter(|_| !names.is_empty()) else { return Ok(()) };
+        if swept.elapsed() >= SWEEP.min(settings.forget_after) {
+            *swept = Instant::now();
+            let (mut unused, used) = demand.forget_unused(settings.forget_after);
+            unused.extend(self.held.drop_unused(&used, mesh));
+            if !unused.is_empty() {
+                tracing::debug!(names = unused.len(), "no longer watching what nobody has used for long");
+            }
+            unused.into_iter().for_each(|name| subscriptions.drop_later(name));
+        }
+        for change in subscriptions.ask(&names) {
+            self.send(messages::change(&change))?;
+        }
+        Ok(())
+    }
+
+    /// What is looked at from time to time.
+    fn look_around(&mut self) -> Result<(), End> {
+        let Discovery { demand, mesh, settings, .. } = self.discovery;
+        let limit = settings.answer_limit;
+        if self.answered.len() < Kind::ALL.len() {
+            let missing: Vec<_> = Kind::ALL.iter().filter(|k| !self.answered.contains(k)).map(|k| k.url()).collect();
+            if self.opened.elapsed() > limit {
+                return Err(End::error(format!("no first answer within {limit:?} for {}", missing.join(" and "))));
+            }
+        } else if let Some(since) = self.held.stale_since(self.opened)
+            && since.elapsed() > settings.quiet
+        {
+            let purged = self.held.purge(mesh);
+            tracing::info!(purged, "removed what the control plane no longer mentions");
+        }
+        if settings.on_demand && demand.oldest_pending().is_some_and(|age| age > limit) {
+            return Err(End::error(format!("a name that we asked for was not answered within {limit:?}")));
+        }
+        if self.opened.elapsed() > self.max_age {
+            return Err(End::planned(Termination::Reconnect));
+        }
+        if self.control_plane.load_roots().is_ok_and(|now| now != *self.roots) {
+            tracing::info!("the control plane's roots have changed");
+            return Err(End::planned(Termination::Reconnect));
+        }
+        Ok(())
+    }
+
+    fn send(&self, request: DeltaDiscoveryRequest) -> Result<(), End> {
+        let refused = |_| End::error(format!("the server has not read our last {REQUESTS} requests"));
+        self.requests.try_send(request).map_err(refused)
+    }
+}
+
+impl End {
+    fn not_connected(error: String) -> Self {
+        Self { why: Termination::ConnectionError, error: Some(error), too_large: false }
+    }
+
+    fn error(error: String) -> Self {
+        Self { why: Termination::Error, error: Some(error), too_large: false }
+    }
+
+    fn planned(why: Termination) -> Self {
+        Self { why, error: None, too_large: false }
+    }
 }
 
 /// A status that ended the stream: what is planned recycling is no error.
 fn ended(status: &Status, progressed: bool) -> End {
     let text = describe_status(status);
-    let recycled = progressed
-        && matches!(status.code(), Code::Unknown | Code::Cancelled | Code::DeadlineExceeded | Code::Unavailable)
-        && RECYCLING.iter().any(|part| text.to_ascii_lowercase().contains(part));
-    End {
-        why: if recycled { Termination::Reconnect } else { Termination::Error },
-        too_large: status.code() == Code::ResourceExhausted,
-        error: (!recycled).then_some(text),
-        progressed,
+    let lower = text.to_ascii_lowercase();
+    let may_recycle = progressed
+        && matches!(status.code(), Code::Unknown | Code::Cancelled | Code::DeadlineExceeded | Code::Unavailable);
+    if may_recycle
+        && RECYCLING.iter().any(|part| lower.contains(part))
+        && !REPROACHES.iter().any(|part| lower.contains(part))
+    {
+        return End::planned(Termination::Reconnect);
     }
+    End { too_large: status.code() == Code::ResourceExhausted, ..End::error(text) }
 }
 
 /// How often the operator is told again what is wrong.
 const REMIND: Duration = Duration::from_secs(10);
 /// What servers say when they merely want us to come again.
 const RECYCLING: [&str; 4] = ["goaway", "go away", "transport is closing", "no error"];
-/// From 1.29 on istiod sends dry-run policies.
-const ISTIO_VERSION: &str = "1.29.0";
+/// What they say when we have done something wrong.
+const REPROACHES: [&str; 2] = ["too_many_pings", "calm"];
 /// Bytes of one message; a mesh of 100,000 workloads is some 20 MB.
 const MAX_MESSAGE: usize = 200 << 20;
 /// Requests that may wait for the server.
 const REQUESTS: usize = 1024;
-const OPEN_LIMIT: Duration = Duration::from_secs(15);
-/// How often roots and stale entries are looked at.
+/// How often the state of the stream is looked at.
 const TICK: Duration = Duration::from_secs(2);
-/// Without a message for so long, a stream that was not told what we hold has sent everything.
-const QUIET: Duration = Duration::from_secs(10);
-/// A name that the control plane does not know is kept for so long after its last use.
-const ABSENT_LIMIT: Duration = Duration::from_secs(300);
+/// A stream that lived for so long, and told us something, has served.
+const SERVED: Duration = Duration::from_secs(1);
+/// At most this often is what is no longer used looked for.
+const SWEEP: Duration = Duration::from_secs(60);

@@ -9,19 +9,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
 mod apply;
 mod client;
 mod demand;
+mod messages;
 mod status;
+mod subscriptions;
 #[cfg(test)]
 mod tests;
 
 use crate::identity::{ControlPlane, LinkTimings};
 use crate::mesh::{Mesh, NetworkAddress};
-use crate::random;
-use demand::{Answer, Demand};
+use demand::{Answer, Demand, Full, Key};
 use status::Shared;
 pub use status::{DiscoveryStatus, Termination};
 
@@ -45,6 +46,18 @@ pub struct DiscoverySettings {
     /// Shortest and longest pause between two attempts to connect.
     pub backoff: (Duration, Duration),
     pub timings: LinkTimings,
+    /// A server that leaves a question unanswered for longer is asked on a new stream.
+    pub answer_limit: Duration,
+    /// A stream is opened anew, and everything compared, at least this often (±10 %).
+    pub max_stream_age: Duration,
+    /// Bytes of names and versions in a first request. istiod takes messages of 4 MiB.
+    pub versions_limit: usize,
+    /// What a stream that was not told all that we hold has not mentioned is gone after such a pause.
+    pub quiet: Duration,
+    /// On demand: how long the answer that an address is unknown is good for, inside and outside the cluster's ranges.
+    pub absent_for: (Duration, Duration),
+    /// On demand: what nobody has used for so long is no longer watched.
+    pub forget_after: Duration,
 }
 
 /// A running discovery. Cheap to clone.
@@ -54,7 +67,6 @@ pub struct Discovery {
     shared: Arc<Shared>,
     demand: Arc<Demand>,
     settings: Arc<DiscoverySettings>,
-    ask: mpsc::Sender<String>,
 }
 
 /// What is known of a destination.
@@ -84,6 +96,12 @@ impl Default for DiscoverySettings {
             wait: Duration::from_secs(5),
             backoff: (Duration::from_millis(10), Duration::from_secs(15)),
             timings: LinkTimings::default(),
+            answer_limit: Duration::from_secs(60),
+            max_stream_age: Duration::from_secs(3600),
+            versions_limit: 3 << 20,
+            quiet: Duration::from_secs(10),
+            absent_for: (Duration::from_secs(5), Duration::from_secs(60)),
+            forget_after: Duration::from_secs(1800),
         }
     }
 }
@@ -91,104 +109,109 @@ impl Default for DiscoverySettings {
 impl Discovery {
     /// Starts the stream on the present runtime; it goes on for as long as that lives.
     pub fn start(control_plane: ControlPlane, settings: DiscoverySettings, mesh: Arc<Mesh>) -> Self {
-        let (ask, asked) = mpsc::channel(ASK_QUEUE);
-        let this = Self { mesh, shared: Arc::default(), demand: Arc::default(), settings: Arc::new(settings), ask };
-        tokio::spawn(client::run(control_plane, this.clone(), asked));
+        let this = Self { mesh, shared: Arc::default(), demand: Arc::default(), settings: Arc::new(settings) };
+        tokio::spawn(client::run(control_plane, this.clone()));
         this
     }
 
     /// Whether the first answer for each type has been applied.
     pub fn is_synced(&self) -> bool {
-        *self.shared.synced.borrow()
+        self.shared.is_synced()
     }
 
     pub async fn synced(&self) {
-        let mut synced = self.shared.synced.subscribe();
+        let mut synced = self.shared.watch_synced();
         // The sender lives in `self`.
         let _ = synced.wait_for(|s| *s).await;
     }
 
     pub fn status(&self) -> DiscoveryStatus {
-        self.shared.status()
+        let (names, pending_names) = self.demand.counts();
+        DiscoveryStatus { names, pending_names, ..self.shared.status() }
     }
 
     /// Sees to it that what can be known of an address is in the model, within a bound.
     pub async fn need(&self, address: &NetworkAddress) -> Need {
-        let known = {
-            let mesh = self.mesh.load();
-            mesh.workload_at(address).is_some() || mesh.has_service_at(address)
-        };
         if !self.settings.on_demand {
-            return self.need_of_all(known, address.address).await;
+            return self.need_of_all(address).await;
         }
-        let name = format!("{}/{}", address.network, address.address);
-        if known {
-            // A sample is enough to tell what is in use.
-            if random::below(TOUCH_SAMPLE) == 0 {
-                self.demand.touch(&name);
-            }
+        let key = Key::Address(address.clone());
+        if self.has(&key) {
+            self.demand.touch(&key);
             return Need::Known;
         }
-        self.ask(&name, Some(address.address)).await
+        self.ask(&key, Some(address.address)).await
     }
 
     /// The same for a name: `namespace/hostname` or a workload's uid.
     pub async fn need_name(&self, name: &str) -> Need {
-        let known = {
-            let mesh = self.mesh.load();
-            mesh.service(name).is_some() || mesh.workload(name).is_some()
-        };
-        match (known, self.settings.on_demand) {
-            (true, _) => Need::Known,
-            (false, true) => self.ask(name, None).await,
-            (false, false) => Need::Unknown,
+        let key = Key::Name(name.into());
+        if self.has(&key) {
+            self.demand.touch(&key);
+            return Need::Known;
         }
+        if self.settings.on_demand { self.ask(&key, None).await } else { Need::Unknown }
+    }
+
+    fn has(&self, key: &Key) -> bool {
+        key.is_in(&self.mesh.load())
     }
 
     /// In full mode the model is the answer, once it has been filled.
-    async fn need_of_all(&self, known: bool, address: IpAddr) -> Need {
-        if known {
-            return Need::Known;
-        }
+    async fn need_of_all(&self, address: &NetworkAddress) -> Need {
+        let key = Key::Address(address.clone());
+        let known_or_not = || if self.has(&key) { Need::Known } else { Need::Unknown };
         if self.is_synced() || tokio::time::timeout(self.settings.wait, self.synced()).await.is_ok() {
-            return Need::Unknown;
+            return known_or_not();
         }
-        self.away(Some(address))
+        match known_or_not() {
+            Need::Known => Need::Known,
+            _ => self.away(Some(address.address)),
+        }
     }
 
-    async fn ask(&self, name: &str, address: Option<IpAddr>) -> Need {
-        let connected = self.shared.is_connected();
-        if !connected && matches!(self.away(address), Need::Outside) {
+    async fn ask(&self, key: &Key, address: Option<IpAddr>) -> Need {
+        let is_connected = self.shared.is_connected();
+        if !is_connected && !self.is_inside(address) {
             return Need::Outside;
         }
-        let (mut answer, is_new) = self.demand.want(name);
-        if is_new && self.ask.try_send(name.to_owned()).is_err() {
-            self.demand.forget(name);
-            return Need::Unreachable(format!("too many destinations are being asked for, {name} among them"));
+        // A control plane that has been away for longer than the bound is not waited for.
+        let wait = self.settings.wait.saturating_sub(self.shared.away_for());
+        let deadline = Instant::now() + wait;
+        let (inside, outside) = self.settings.absent_for;
+        let absent_for = match (self.is_inside(address), is_connected) {
+            (false, _) => outside,
+            (true, true) => inside,
+            (true, false) => Duration::ZERO,
+        };
+        let mut answer = match self.demand.want(key, absent_for) {
+            Ok(answer) => answer,
+            Err(Full) => {
+                return Need::Unreachable(format!("too many destinations are being asked for, {} too", key.wire()));
+            }
+        };
+        match tokio::time::timeout_at(deadline, answer.wait_for(|a| *a != Answer::Pending)).await {
+            Ok(Ok(answer)) if matches!(*answer, Answer::Absent(_)) => Need::Unknown,
+            Ok(Ok(_)) => Need::Known,
+            Ok(Err(_)) | Err(_) => self.away(address),
         }
-        let answered = tokio::time::timeout(self.settings.wait, answer.wait_for(|a| *a != Answer::Pending)).await;
-        match answered {
-            Ok(Ok(answer)) if *answer == Answer::Known => Need::Known,
-            Ok(Ok(_)) if self.shared.is_connected() => Need::Unknown,
-            _ => self.away(address),
-        }
+    }
+
+    fn is_inside(&self, address: Option<IpAddr>) -> bool {
+        let cidrs = &self.settings.cluster_cidrs;
+        address.is_none_or(|ip| cidrs.is_empty() || cidrs.iter().any(|c| c.contains(&ip)))
     }
 
     /// What an unknown destination is while the control plane does not answer.
     fn away(&self, address: Option<IpAddr>) -> Need {
-        let cidrs = &self.settings.cluster_cidrs;
-        let inside = address.is_none_or(|ip| cidrs.is_empty() || cidrs.iter().any(|c| c.contains(&ip)));
-        if !inside {
+        if !self.is_inside(address) {
             return Need::Outside;
         }
         let reason = self.shared.status().last_error.unwrap_or_else(|| "no answer yet".into());
-        let hint = if cidrs.is_empty() { " (--cluster-cidrs would tell what is outside the cluster)" } else { "" };
+        let no_cidrs = self.settings.cluster_cidrs.is_empty();
+        let hint = if no_cidrs { " (--cluster-cidrs would tell what is outside the cluster)" } else { "" };
         let what = address.map(|ip| ip.to_string()).unwrap_or_else(|| "the name".into());
         Need::Unreachable(format!("{what} is not known and the control plane does not answer: {reason}{hint}"))
-    }
-
-    fn is_on_demand(&self) -> bool {
-        self.settings.on_demand
     }
 }
 
@@ -197,11 +220,3 @@ impl std::fmt::Debug for Discovery {
         f.debug_struct("Discovery").field("settings", &self.settings).finish_non_exhaustive()
     }
 }
-
-/// A wanted name's answer, watched by those who wait.
-type Watched = watch::Receiver<Answer>;
-
-/// Names that may wait to be asked for.
-const ASK_QUEUE: usize = 4096;
-/// One of so many uses of a known destination is noted.
-const TOUCH_SAMPLE: u64 = 16;

@@ -60,6 +60,11 @@ impl Snapshot {
         self.by_address.get(address)?.first()
     }
 
+    /// All workloads that claim this address, the preferred one first.
+    pub fn workloads_at(&self, address: &NetworkAddress) -> &[Arc<Workload>] {
+        self.by_address.get(address).map_or(&[], Vec::as_slice)
+    }
+
     /// A pod of this node, known by all three names so that none can be taken for another.
     pub fn local_workload(&self, namespace: &str, name: &str, service_account: &str) -> Option<&Arc<Workload>> {
         let workload = self.local.get(&(Arc::from(namespace), Arc::from(name)))?;
@@ -86,6 +91,14 @@ impl Snapshot {
                 .max_by_key(|(own, length, canonical, _)| (*own, *length, *canonical))
                 .map(|(.., s)| s)
         })
+    }
+
+    /// All services with this virtual address, alone or in a range, whoever may see them.
+    pub fn services_at(&self, address: &NetworkAddress) -> impl Iterator<Item = &Arc<Service>> {
+        let in_range = |s: &&Arc<Service>| {
+            s.cidr_vips.iter().any(|c| c.network == address.network && c.cidr.contains(&address.address))
+        };
+        self.by_vip.get(address).into_iter().flatten().chain(self.with_ranges.values().filter(in_range))
     }
 
     /// Whether any service has this virtual address, whoever may see it.

@@ -1,25 +1,38 @@
 //! The certificate authority: a root of its own, kept in a folder, that signs for workloads and for the control plane's
 //! own port.
 //!
-//! Must never sign past its own end, nor take anything but the public key from a request.
+//! Must never sign past its own end, nor take anything but the public key from a request, nor let its key out.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use arc_swap::ArcSwap;
 use rcgen::{
-    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
-    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+    CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyUsagePurpose, PublicKeyData, SanType,
+    SerialNumber, SubjectPublicKeyInfo,
 };
-use ztunnel::identity::Identity;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, CertificateSigningRequestDer};
+use x509_parser::certification_request::X509CertificationRequest;
+use x509_parser::prelude::FromDer;
+use ztunnel::identity::{Identity, PrivateKey, rfc3339};
+
+mod files;
+mod root;
+#[cfg(test)]
+mod tests;
+
+pub use files::write_whole;
+use root::Root;
 
 /// The authority.
+#[derive(Debug)]
 pub struct Ca {
-    root_pem: String,
-    issuer: Issuer<'static, KeyPair>,
-    not_after: SystemTime,
+    dir: PathBuf,
+    root: ArcSwap<Root>,
 }
 
 /// Why the authority cannot work or sign.
@@ -27,154 +40,149 @@ pub struct Ca {
 pub enum CaError {
     #[error("{step} {path}: {source}")]
     File { step: &'static str, path: PathBuf, source: io::Error },
-    #[error("{path} is not a usable root: {reason}")]
+    #[error("{path} is not usable: {reason}")]
     Root { path: PathBuf, reason: String },
-    #[error("the request is not a PKCS#10 of at most {MAX_CSR} bytes with a P-256 key: {0}")]
+    #[error("the request cannot be signed: {0}")]
     Request(String),
-    #[error("the root ends at {root}, it is {now} now: it must be replaced before anything can be signed")]
+    #[error("the root ended at {root}, it is {now} now: it must be replaced before anything can be signed")]
     Expired { root: String, now: String },
     #[error("signing: {0}")]
     Sign(String),
 }
 
+/// What a look at the files of the root found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refreshed {
+    Same,
+    /// Another root signs from now on. The roots before it are still handed out as trusted.
+    Changed,
+}
+
 impl Ca {
-    /// Opens the root in a folder, or makes one.
+    /// Opens the root in a folder, or makes one there.
     pub fn open(dir: &Path) -> Result<Self, CaError> {
-        let file = |step, path: &Path| {
-            let path = path.to_owned();
-            move |source| CaError::File { step, path, source }
-        };
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(file("making", dir))?;
-        let (key_path, cert_path) = (dir.join(KEY), dir.join(CERT));
-        if !cert_path.exists() {
-            let (key, root) = new_root().map_err(|reason| CaError::Root { path: cert_path.clone(), reason })?;
-            // The key first: a certificate without its key would stop every later start.
-            write_private(&key_path, key.as_bytes()).map_err(file("writing", &key_path))?;
-            write_private(&cert_path, root.as_bytes()).map_err(file("writing", &cert_path))?;
-            tracing::info!(path = %cert_path.display(), "made a root");
-        }
-        let key = fs::read_to_string(&key_path).map_err(file("reading", &key_path))?;
-        let root_pem = fs::read_to_string(&cert_path).map_err(file("reading", &cert_path))?;
-        let bad = |reason: String| CaError::Root { path: cert_path.clone(), reason };
-        let key = KeyPair::from_pem(&key).map_err(|e| bad(format!("{KEY}: {e}")))?;
-        let chain = ztunnel::identity::certificates_from_pem(root_pem.as_bytes()).map_err(|e| bad(e.to_string()))?;
-        let root = chain.first().ok_or_else(|| bad("it is empty".into()))?;
-        let (_, parsed) = x509_parser::parse_x509_certificate(root).map_err(|e| bad(e.to_string()))?;
-        if parsed.public_key().raw != key.subject_public_key_info() {
-            return Err(bad(format!("{KEY} is not its key")));
-        }
-        let end = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or_default();
-        let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(end);
-        let issuer = Issuer::from_ca_cert_der(root, key).map_err(|e| bad(e.to_string()))?;
-        let this = Self { root_pem, issuer, not_after };
-        this.end_of(SystemTime::now(), Duration::ZERO)?;
+        let root = Root::open(dir)?;
+        let this = Self { dir: dir.to_owned(), root: ArcSwap::from_pointee(root) };
+        this.root.load().end_of(SystemTime::now(), Duration::ZERO)?;
         Ok(this)
     }
 
-    pub fn root_pem(&self) -> &str {
-        &self.root_pem
-    }
-
-    pub fn not_after(&self) -> SystemTime {
-        self.not_after
-    }
-
-    /// Signs the key of a request for an identity. Gives the leaf in PEM.
-    pub fn sign(&self, identity: &Identity, csr: &str, lifetime: Duration) -> Result<String, CaError> {
-        if csr.len() > MAX_CSR {
-            return Err(CaError::Request(format!("it has {} bytes", csr.len())));
+    /// Takes up a root that was put into the folder since. One that cannot be used changes nothing.
+    pub fn refresh(&self) -> Result<Refreshed, CaError> {
+        let held = self.root.load_full();
+        let read = Root::read(&self.dir)?;
+        if read.is_same_as(&held) {
+            return Ok(Refreshed::Same);
         }
-        // Its own signature is checked here: the caller has the key.
-        let request = CertificateSigningRequestParams::from_pem(csr).map_err(|e| CaError::Request(e.to_string()))?;
-        let mut params = self.leaf(lifetime)?;
-        params.subject_alt_names = vec![SanType::URI(
-            identity.to_string().try_into().map_err(|e: rcgen::Error| CaError::Sign(e.to_string()))?,
-        )];
-        let leaf = params.signed_by(&request.public_key, &self.issuer).map_err(|e| CaError::Sign(e.to_string()))?;
-        Ok(leaf.pem())
+        read.end_of(SystemTime::now(), Duration::ZERO)?;
+        self.root.store(Arc::new(read.trusting_also(&held)));
+        Ok(Refreshed::Changed)
     }
 
-    /// A certificate with its key for the control plane's own port.
-    pub fn serving(&self, names: &[String], lifetime: Duration) -> Result<(String, KeyPair), CaError> {
-        let sign = |e: rcgen::Error| CaError::Sign(e.to_string());
-        let key = KeyPair::generate().map_err(sign)?;
-        let mut params = self.leaf(lifetime)?;
-        params.subject_alt_names = names
-            .iter()
-            .map(|name| Ok(SanType::DnsName(name.as_str().try_into()?)))
-            .collect::<Result<_, rcgen::Error>>()
-            .map_err(sign)?;
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        let leaf = params.signed_by(&key, &self.issuer).map_err(sign)?;
-        Ok((leaf.pem(), key))
+    /// All trusted roots, the one that signs first.
+    pub fn roots_pem(&self) -> String {
+        self.root.load().bundle().to_owned()
     }
 
-    fn leaf(&self, lifetime: Duration) -> Result<CertificateParams, CaError> {
+    /// When the root that signs ends.
+    pub fn not_after(&self) -> SystemTime {
+        self.root.load().not_after()
+    }
+
+    /// Signs the key of a request (PKCS#10 in PEM) for an identity. Gives the leaf in PEM. A lifetime that would end
+    /// after the root is cut.
+    pub fn sign(&self, identity: &Identity, request: &str, lifetime: Duration) -> Result<String, CaError> {
+        let key = public_key(request)?;
+        let name = identity.to_string().try_into().map_err(sign_error)?;
+        let usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        Ok(self.leaf(vec![SanType::URI(name)], usages, &key, lifetime)?.pem())
+    }
+
+    /// A certificate with its key for the control plane's own port. Names are host names or addresses.
+    pub fn serving(
+        &self,
+        names: &[String],
+        lifetime: Duration,
+    ) -> Result<(Vec<CertificateDer<'static>>, PrivateKey), CaError> {
+        let key = PrivateKey::generate().map_err(|e| CaError::Sign(e.to_string()))?;
+        let san = |name: &String| match name.parse::<IpAddr>() {
+            Ok(address) => Ok(SanType::IpAddress(address)),
+            Err(_) => name.as_str().try_into().map(SanType::DnsName),
+        };
+        let names = names.iter().map(san).collect::<Result<_, _>>().map_err(sign_error)?;
+        let leaf = self.leaf(names, vec![ExtendedKeyUsagePurpose::ServerAuth], &key, lifetime)?;
+        Ok((vec![leaf.der().clone()], key))
+    }
+
+    fn leaf(
+        &self,
+        names: Vec<SanType>,
+        usages: Vec<ExtendedKeyUsagePurpose>,
+        key: &impl PublicKeyData,
+        lifetime: Duration,
+    ) -> Result<rcgen::Certificate, CaError> {
+        let root = self.root.load();
         let now = SystemTime::now();
         let mut params = CertificateParams::default();
+        // With an empty subject the names are marked critical.
         params.distinguished_name = DistinguishedName::new();
+        params.subject_alt_names = names;
         params.not_before = (now - SKEW).into();
-        params.not_after = self.end_of(now, lifetime)?.into();
+        params.not_after = root.end_of(now, lifetime)?.into();
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages = usages;
         params.serial_number = Some(serial()?);
         params.use_authority_key_identifier_extension = true;
-        Ok(params)
-    }
-
-    /// When a leaf of that lifetime ends: never after the root.
-    fn end_of(&self, now: SystemTime, lifetime: Duration) -> Result<SystemTime, CaError> {
-        if now >= self.not_after {
-            let text = ztunnel::identity::rfc3339;
-            return Err(CaError::Expired { root: text(self.not_after), now: text(now) });
-        }
-        Ok((now + lifetime).min(self.not_after))
+        params.signed_by(key, root.issuer()).map_err(sign_error)
     }
 }
 
-/// Writes a file that only root reads, whole or not at all.
-pub fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    write_whole(path, bytes, 0o600)
+/// The public key of a request whose own signature holds: the caller has the private one. Nothing else counts.
+fn public_key(request: &str) -> Result<SubjectPublicKeyInfo, CaError> {
+    let wrong = |reason: String| CaError::Request(reason);
+    if request.len() > MAX_REQUEST {
+        return Err(wrong(format!("it has {} bytes, at most {MAX_REQUEST} are read", request.len())));
+    }
+    let der = CertificateSigningRequestDer::from_pem_slice(request.as_bytes())
+        .map_err(|e| wrong(format!("expected a PKCS#10 in PEM: {e}")))?;
+    let (rest, parsed) =
+        X509CertificationRequest::from_der(&der).map_err(|e| wrong(format!("expected a PKCS#10: {e}")))?;
+    if !rest.is_empty() {
+        return Err(wrong("something follows the PKCS#10".into()));
+    }
+    let key = SubjectPublicKeyInfo::from_der(parsed.certification_request_info.subject_pki.raw)
+        .map_err(|e| wrong(format!("its public key: {e}")))?;
+    if *key.algorithm() != rcgen::PKCS_ECDSA_P256_SHA256 {
+        return Err(wrong("expected an ECDSA key on P-256".into()));
+    }
+    parsed.verify_signature().map_err(|_| wrong("its own signature does not hold".into()))?;
+    Ok(key)
 }
 
-/// Writes a file whole or not at all.
-pub fn write_whole(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    let fresh = path.with_extension("new");
-    let _ = fs::remove_file(&fresh);
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&fresh)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&fresh, path)
-}
-
-fn new_root() -> Result<(String, String), String> {
-    let key = KeyPair::generate().map_err(|e| e.to_string())?;
-    let mut params = CertificateParams::default();
-    params.distinguished_name = DistinguishedName::new();
-    params.distinguished_name.push(DnType::OrganizationName, "Understory");
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    let now = SystemTime::now();
-    params.not_before = (now - SKEW).into();
-    params.not_after = (now + ROOT_LIFETIME).into();
-    params.serial_number = Some(serial().map_err(|e| e.to_string())?);
-    let root = params.self_signed(&key).map_err(|e| e.to_string())?;
-    Ok((key.serialize_pem(), root.pem()))
-}
-
+/// 128 random bits, less what makes it positive and of full length.
 fn serial() -> Result<SerialNumber, CaError> {
     let mut bytes = [0; 16];
     aws_lc_rs::rand::fill(&mut bytes).map_err(|_| CaError::Sign("no randomness".into()))?;
-    // Positive, and not shorter than 16 bytes.
     bytes[0] = (bytes[0] & 0x7f) | 0x40;
     Ok(SerialNumber::from_slice(&bytes))
 }
 
-const KEY: &str = "root-key.pem";
-const CERT: &str = "root-cert.pem";
+fn sign_error(error: rcgen::Error) -> CaError {
+    CaError::Sign(error.to_string())
+}
+
+impl Root {
+    /// When a leaf of that lifetime ends: never after the root.
+    fn end_of(&self, now: SystemTime, lifetime: Duration) -> Result<SystemTime, CaError> {
+        if now >= self.not_after() {
+            return Err(CaError::Expired { root: rfc3339(self.not_after()), now: rfc3339(now) });
+        }
+        Ok((now + lifetime).min(self.not_after()))
+    }
+}
+
 /// Bytes of a request.
-const MAX_CSR: usize = 16 * 1024;
+const MAX_REQUEST: usize = 16 * 1024;
 /// Clocks of nodes may be behind by this.
 const SKEW: Duration = Duration::from_secs(120);
-const ROOT_LIFETIME: Duration = Duration::from_secs(10 * 365 * 86400);

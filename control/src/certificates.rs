@@ -2,44 +2,79 @@
 //!
 //! Must never sign an identity that does not run on the caller's own node, whatever the request says.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use prost_types::value::Kind;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
-use ztunnel::identity::{Identity, TrustDomain};
+use ztunnel::identity::{Identity, ParseIdentityError, TrustDomain};
 use ztunnel::manifests::Objects;
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateService;
 use ztunnel::proto::citadel::{IstioCertificateRequest, IstioCertificateResponse};
 
-use crate::ca::Ca;
+use crate::ca::{Ca, CaError};
+use crate::limits::{Hush, Rates};
+use crate::metrics::Metrics;
 use crate::model::{is_terminal, service_account};
-use crate::tokens::{Caller, Tokens};
+use crate::tls::Peer;
+use crate::tokens::{Caller, TokenError, Tokens};
+
+#[cfg(test)]
+mod tests;
 
 /// Signs for node proxies.
 pub struct Certificates {
     pub ca: Arc<Ca>,
     pub tokens: Arc<Tokens>,
     pub objects: watch::Receiver<Arc<Objects>>,
+    pub rules: Rules,
+    pub metrics: Arc<Metrics>,
+    pub rates: Rates,
+    pub hush: Hush,
+}
+
+/// What is allowed at all.
+#[derive(Debug, Clone)]
+pub struct Rules {
     pub trust_domain: TrustDomain,
     /// `namespace/name` of the node proxies' accounts.
     pub trusted: Vec<String>,
+    /// The longest life of a certificate, and that of one for which none is asked.
     pub leaf_ttl: Duration,
-    pub counters: Arc<Counters>,
-    pub rates: Rates,
 }
 
-#[derive(Debug, Default)]
-pub struct Counters {
-    pub signed: AtomicU64,
-    pub refused: AtomicU64,
+/// Why a certificate was not signed.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    #[error(transparent)]
+    Token(#[from] TokenError),
+    #[error("it asks too often")]
+    TooOften,
+    #[error("{account} is not an account of node proxies (expected one of {trusted})")]
+    NotTrusted { account: String, trusted: String },
+    #[error("the token is not bound to a pod")]
+    NotBound,
+    #[error("the caller's pod {0} is not known (yet)")]
+    UnknownCaller(String),
+    #[error("the caller's pod {pod} is another one: {what} differs")]
+    OtherCaller { pod: String, what: &'static str },
+    #[error("the caller's pod {0} has ended or is on no node")]
+    CallerGone(String),
+    #[error(transparent)]
+    Identity(#[from] ParseIdentityError),
+    #[error("ImpersonatedIdentity is not text")]
+    NoText,
+    #[error("trust domain {asked} is not ours, {ours}")]
+    TrustDomain { asked: TrustDomain, ours: TrustDomain },
+    #[error("no pod with identity {identity} runs on the caller's node {node} (yet)")]
+    NotHere { identity: Identity, node: String },
+    #[error("a life of {asked} s is asked for, at most {MAX_TTL} s can be given")]
+    TooLong { asked: u64 },
+    #[error(transparent)]
+    Signing(#[from] CaError),
 }
-
-/// How often each caller may ask.
-#[derive(Debug, Default)]
-pub struct Rates(Mutex<HashMap<String, (f64, Instant)>>);
 
 #[tonic::async_trait]
 impl IstioCertificateService for Certificates {
@@ -47,113 +82,158 @@ impl IstioCertificateService for Certificates {
         &self,
         request: Request<IstioCertificateRequest>,
     ) -> Result<Response<IstioCertificateResponse>, Status> {
+        let started = Instant::now();
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
         let caller = self.tokens.caller(request.metadata()).map_err(|error| {
-            self.refused("(unknown)", "(unknown)", &error.to_string());
+            // From outside the mesh's own: they must not fill the log.
+            self.refused("unknown", peer, "unknown", &error.clone().into(), self.hush.speak());
             Status::from(error)
         })?;
         let request = request.into_inner();
         let wanted = impersonated(&request);
-        let name = format!("{}/{}", caller.namespace, caller.service_account);
-        let identity = self.judge(&caller, wanted.as_deref()).map_err(|reason| {
-            self.refused(&name, wanted.as_deref().unwrap_or("(its own)"), &reason);
-            Status::unauthenticated(format!("request impersonation authentication failure: {reason}"))
-        })?;
-        if !self.rates.allow(&name_of(&caller)) {
-            self.refused(&name, &identity.to_string(), "too many requests");
-            return Err(Status::resource_exhausted("too many certificate requests, try again later"));
-        }
-        let lifetime = match u64::try_from(request.validity_duration) {
-            Ok(seconds) if seconds > MAX_TTL => {
-                return Err(Status::invalid_argument(format!("validity of {seconds} s, at most {MAX_TTL} s")));
-            }
-            Ok(seconds) if seconds > 0 => Duration::from_secs(seconds).min(self.leaf_ttl),
-            _ => self.leaf_ttl,
+        let shown = match &wanted {
+            Ok(Some(identity)) => identity.chars().take(256).collect(),
+            Ok(None) => "its own".to_owned(),
+            Err(_) => "no text".to_owned(),
         };
-        let leaf = self.ca.sign(&identity, &request.csr, lifetime).map_err(|error| {
-            self.refused(&name, &identity.to_string(), &error.to_string());
-            match error {
-                crate::ca::CaError::Request(_) => Status::invalid_argument(error.to_string()),
-                _ => Status::internal(error.to_string()),
+        match self.issue(&caller, wanted, &request) {
+            Ok((identity, lifetime, leaf)) => {
+                self.metrics.signed(started.elapsed());
+                tracing::info!(
+                    caller = caller.account(), peer = peer.map(tracing::field::display), %identity,
+                    lifetime = lifetime.as_secs(), "signed a certificate"
+                );
+                Ok(Response::new(IstioCertificateResponse { cert_chain: vec![leaf, self.ca.roots_pem()] }))
             }
-        })?;
-        self.counters.signed.fetch_add(1, Ordering::Relaxed);
-        tracing::info!(caller = name, %identity, lifetime = lifetime.as_secs(), "signed a certificate");
-        Ok(Response::new(IstioCertificateResponse { cert_chain: vec![leaf, self.ca.root_pem().to_owned()] }))
+            Err(refusal) => {
+                let loud = !matches!(refusal, Refusal::TooOften) || self.hush.speak();
+                self.refused(&caller.account(), peer, &shown, &refusal, loud);
+                Err(refusal.into())
+            }
+        }
     }
 }
 
 impl Certificates {
-    /// The identity that the caller may have, or why not.
-    fn judge(&self, caller: &Caller, wanted: Option<&str>) -> Result<Identity, String> {
-        let Some(wanted) = wanted else {
-            return Ok(Identity::new(&self.trust_domain, &caller.namespace, &caller.service_account));
+    fn issue(
+        &self,
+        caller: &Caller,
+        wanted: Result<Option<String>, Refusal>,
+        request: &IstioCertificateRequest,
+    ) -> Result<(Identity, Duration, String), Refusal> {
+        if !self.rates.allow(&name_of(caller)) {
+            return Err(Refusal::TooOften);
+        }
+        let identity = self.judge(caller, wanted?.as_deref())?;
+        let lifetime = match u64::try_from(request.validity_duration) {
+            Ok(asked) if asked > MAX_TTL => return Err(Refusal::TooLong { asked }),
+            Ok(asked) if asked > 0 => Duration::from_secs(asked).min(self.rules.leaf_ttl),
+            _ => self.rules.leaf_ttl,
         };
-        let wanted: Identity = wanted.parse().map_err(|e: ztunnel::identity::ParseIdentityError| e.to_string())?;
-        if *wanted.trust_domain() != self.trust_domain {
-            return Err(format!("trust domain {} is not {}", wanted.trust_domain(), self.trust_domain));
-        }
-        let account = format!("{}/{}", caller.namespace, caller.service_account);
-        if !self.trusted.contains(&account) {
-            return Err(format!("{account} is not an account of node proxies"));
-        }
-        let (name, uid) = caller.pod.as_ref().ok_or("the token is not bound to a pod")?;
-        let objects = self.objects.borrow().clone();
-        let own = objects.pod(&caller.namespace, name).ok_or_else(|| format!("pod {name} is not known"))?;
-        if own.metadata.uid.as_deref() != Some(uid) {
-            return Err(format!("pod {name} has another uid than {uid}"));
-        }
-        if service_account(own) != caller.service_account {
-            return Err(format!("pod {name} does not run as {}", caller.service_account));
-        }
-        let node = own.spec.as_ref().and_then(|s| s.node_name.as_deref()).ok_or("the caller's pod is on no node")?;
-        let runs_here = objects.pods_in(wanted.namespace()).any(|(_, pod)| {
-            let here = pod.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(node);
-            here && !is_terminal(pod) && service_account(pod) == wanted.service_account()
-        });
-        if runs_here { Ok(wanted) } else { Err(format!("no pod with identity {wanted} is on node {node}")) }
+        let leaf = self.ca.sign(&identity, &request.csr, lifetime)?;
+        Ok((identity, lifetime, leaf))
     }
 
-    fn refused(&self, caller: &str, identity: &str, reason: &str) {
-        self.counters.refused.fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(caller, identity, reason, "refused a certificate");
+    /// The identity that the caller may have. `wanted`: that of a pod of its node, else its own.
+    fn judge(&self, caller: &Caller, wanted: Option<&str>) -> Result<Identity, Refusal> {
+        let account = caller.account();
+        if !self.rules.trusted.contains(&account) {
+            return Err(Refusal::NotTrusted { account, trusted: self.rules.trusted.join(", ") });
+        }
+        let identity = match wanted {
+            Some(wanted) => wanted.parse()?,
+            None => Identity::new(&self.rules.trust_domain, &caller.namespace, &caller.service_account),
+        };
+        if *identity.trust_domain() != self.rules.trust_domain {
+            let (asked, ours) = (identity.trust_domain().clone(), self.rules.trust_domain.clone());
+            return Err(Refusal::TrustDomain { asked, ours });
+        }
+        let objects = self.objects.borrow().clone();
+        let node = callers_node(&objects, caller)?;
+        let runs_here = objects.pods_in(identity.namespace()).any(|(_, pod)| {
+            let here = pod.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(&node);
+            here && !is_terminal(pod) && service_account(pod) == identity.service_account()
+        });
+        if runs_here { Ok(identity) } else { Err(Refusal::NotHere { identity, node }) }
+    }
+
+    fn refused(&self, caller: &str, peer: Option<SocketAddr>, identity: &str, refusal: &Refusal, loud: bool) {
+        self.metrics.certificate_refused(refusal.label());
+        if loud {
+            let peer = peer.map(tracing::field::display);
+            tracing::warn!(caller, peer, identity, reason = %refusal, "refused a certificate");
+        }
     }
 }
 
-impl Rates {
-    /// A bucket per caller: so many at once, so many a second.
-    fn allow(&self, caller: &str) -> bool {
-        let mut buckets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
-        if buckets.len() > MAX_BUCKETS {
-            buckets.retain(|_, (_, since)| since.elapsed() < Duration::from_secs(60));
-        }
-        let (left, since) = buckets.entry(caller.to_owned()).or_insert((BURST, now));
-        *left = (*left + since.elapsed().as_secs_f64() * PER_SECOND).min(BURST);
-        *since = now;
-        let allowed = *left >= 1.0;
-        if allowed {
-            *left -= 1.0;
-        }
-        allowed
+/// The node of the pod that the caller's token is bound to: from the cluster's objects, never from the request.
+fn callers_node(objects: &Objects, caller: &Caller) -> Result<String, Refusal> {
+    let bound = caller.pod.as_ref().ok_or(Refusal::NotBound)?;
+    let name = format!("{}/{}", caller.namespace, bound.name);
+    let Some(pod) = objects.pod(&caller.namespace, &bound.name) else { return Err(Refusal::UnknownCaller(name)) };
+    if pod.metadata.uid.as_deref() != Some(&bound.uid) {
+        return Err(Refusal::OtherCaller { pod: name, what: "its uid" });
+    }
+    if service_account(pod) != caller.service_account {
+        return Err(Refusal::OtherCaller { pod: name, what: "its service account" });
+    }
+    let node = pod.spec.as_ref().and_then(|s| s.node_name.clone()).filter(|node| !node.is_empty());
+    node.filter(|_| !is_terminal(pod)).ok_or(Refusal::CallerGone(name))
+}
+
+/// The identity that is asked for by name. What is there and no text is never taken for nothing.
+fn impersonated(request: &IstioCertificateRequest) -> Result<Option<String>, Refusal> {
+    let Some(value) = request.metadata.as_ref().and_then(|m| m.fields.get("ImpersonatedIdentity")) else {
+        return Ok(None);
+    };
+    match &value.kind {
+        Some(Kind::StringValue(text)) => Ok(Some(text.clone())),
+        _ => Err(Refusal::NoText),
     }
 }
 
 fn name_of(caller: &Caller) -> String {
-    let pod = caller.pod.as_ref().map(|(_, uid)| uid.as_str()).unwrap_or_default();
-    format!("{}/{}/{pod}", caller.namespace, caller.service_account)
+    let pod = caller.pod.as_ref().map(|pod| pod.uid.as_str()).unwrap_or_default();
+    format!("{}/{pod}", caller.account())
 }
 
-fn impersonated(request: &IstioCertificateRequest) -> Option<String> {
-    let value = request.metadata.as_ref()?.fields.get("ImpersonatedIdentity")?;
-    match &value.kind {
-        Some(prost_types::value::Kind::StringValue(text)) => Some(text.clone()),
-        // Of another kind: never the caller's own by accident.
-        _ => Some(String::new()),
+impl Refusal {
+    /// For metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Token(error) => error.label(),
+            Self::TooOften => "too_often",
+            Self::NotTrusted { .. } => "not_trusted",
+            Self::NotBound => "not_bound",
+            Self::UnknownCaller(_) => "unknown_caller",
+            Self::OtherCaller { .. } => "other_caller",
+            Self::CallerGone(_) => "caller_gone",
+            Self::Identity(_) | Self::NoText => "bad_identity",
+            Self::TrustDomain { .. } => "trust_domain",
+            Self::NotHere { .. } => "not_on_node",
+            Self::TooLong { .. } => "too_long",
+            Self::Signing(CaError::Request(_)) => "bad_request",
+            Self::Signing(CaError::Expired { .. }) => "root_expired",
+            Self::Signing(_) => "internal",
+        }
     }
 }
 
-/// Seconds.
+impl From<Refusal> for Status {
+    fn from(refusal: Refusal) -> Self {
+        let text = refusal.to_string();
+        match refusal {
+            Refusal::Token(error) => error.into(),
+            Refusal::TooOften => Status::resource_exhausted("certificates are asked for too often, try again later"),
+            Refusal::TooLong { .. } | Refusal::Signing(CaError::Request(_)) => Status::invalid_argument(text),
+            Refusal::Signing(CaError::Expired { .. }) => Status::failed_precondition(text),
+            // The rest is for the log alone.
+            Refusal::Signing(_) => Status::internal("the certificate could not be signed"),
+            // As istiod says it, with the reason.
+            _ => Status::unauthenticated(format!("request impersonation authentication failure: {text}")),
+        }
+    }
+}
+
+/// Seconds; as at istiod.
 const MAX_TTL: u64 = 90 * 86400;
-const BURST: f64 = 500.0;
-const PER_SECOND: f64 = 50.0;
-const MAX_BUCKETS: usize = 10_000;

@@ -1,9 +1,13 @@
 //! The control plane for clusters without istiod: what the mesh consists of, and who is who in it.
 
-pub mod ads;
+pub mod admin;
 pub mod ca;
 pub mod certificates;
+pub mod limits;
+pub mod metrics;
 pub mod model;
 pub mod serve;
 pub mod settings;
+pub mod tls;
 pub mod tokens;
+pub mod xds;

@@ -1,9 +1,12 @@
 //! `control`: the control plane for clusters without istiod.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
+use control::serve::Control;
 use control::settings::{Cli, Command, ServeArgs};
+use ztunnel::lifecycle::Shutdown;
 use ztunnel::telemetry::log::Logging;
 
 fn main() -> ExitCode {
@@ -18,13 +21,19 @@ fn main() -> ExitCode {
 }
 
 fn serve(args: ServeArgs) -> anyhow::Result<()> {
-    args.check()?;
     let logging = Logging::start(args.log_format, args.log_levels.clone(), LOG_QUEUE)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(WORKERS).enable_all().build()?;
-    runtime.block_on(control::serve::run(args, logging))?;
-    Ok(())
+    let result = runtime.block_on(async {
+        let shutdown = Shutdown::new();
+        let (signals, last_lines) = (shutdown.clone(), logging.clone());
+        tokio::spawn(async move { signals.on_signals(|| last_lines.flush(LOG_FLUSH)).await });
+        Control::start(args, shutdown).await?.run().await
+    });
+    logging.flush(LOG_FLUSH);
+    Ok(result?)
 }
 
 const WORKERS: usize = 2;
 /// Bytes of log lines that wait for a slow reader.
 const LOG_QUEUE: usize = 4 << 20;
+const LOG_FLUSH: Duration = Duration::from_secs(1);

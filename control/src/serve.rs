@@ -1,127 +1,193 @@
-//! `control serve`: puts the parts together and runs them.
+//! `control serve`: puts the parts together, runs them, and ends them in order.
 
 use std::io;
-use std::pin::Pin;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::task::{Context, Poll};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
-use rustls::pki_types::PrivateKeyDer;
-use rustls::sign::CertifiedKey;
-use serde::Serialize;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc, watch};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
-use tonic::transport::server::Connected;
-use ztunnel::identity::TrustDomain;
+use ztunnel::identity::rfc3339;
 use ztunnel::lifecycle::Shutdown;
-use ztunnel::manifests::{self, Folders, Objects, WatchError};
+use ztunnel::manifests::{self, Folders, Objects, Watch, WatchError};
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateServiceServer;
 use ztunnel::proto::discovery::aggregated_discovery_service_server::AggregatedDiscoveryServiceServer;
-use ztunnel::telemetry::http::{BindError, Response, Router, Server as AdminServer};
-use ztunnel::telemetry::log::Logging;
-use ztunnel::telemetry::metrics::Metrics;
+use ztunnel::telemetry::http::{BindError, Server as AdminServer};
+use ztunnel::telemetry::metrics::Metrics as Registry;
 
-use crate::ads::{Ads, AdsCounters};
-use crate::ca::{Ca, CaError, write_whole};
-use crate::certificates::{Certificates, Counters, Rates};
+use crate::admin;
+use crate::ca::{Ca, CaError, Refreshed, write_whole};
+use crate::certificates::{Certificates, Rules};
+use crate::limits::{Hush, Rates};
+use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
-use crate::settings::{ServeArgs, SettingError};
-use crate::tokens::{TokenError, Tokens};
+use crate::settings::ServeArgs;
+use crate::tls::{self, SERVING_LIFETIME, Serving};
+use crate::tokens::{KeyFile, KeyFileError, TokenSettings, Tokens};
+use crate::xds::Discovery;
 
-/// Why control does not run.
+/// Why control does not run. Each message names the setting.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    #[error(transparent)]
-    Setting(#[from] SettingError),
     #[error("--ca-dir: {0}")]
     Ca(#[from] CaError),
-    #[error("--service-account-key: {0}")]
-    Tokens(#[from] TokenError),
-    #[error(transparent)]
+    #[error("--root-cert {}: cannot be written: {source}", path.display())]
+    RootCert { path: PathBuf, source: io::Error },
+    #[error("--service-account-key {0}")]
+    Keys(#[from] KeyFileError),
+    #[error("--manifests: {0}")]
     Manifests(#[from] WatchError),
-    #[error(transparent)]
+    #[error("--admin-addr: {0}")]
     Admin(#[from] BindError),
     #[error("--listen {address}: {source}")]
-    Listen { address: std::net::SocketAddr, source: io::Error },
-    #[error("cannot {step}: {reason}")]
-    Step { step: &'static str, reason: String },
+    Listen { address: SocketAddr, source: io::Error },
+    #[error("TLS cannot be set up: {0}")]
+    Tls(#[from] rustls::Error),
+    #[error("{what} ended: {reason}")]
+    Ended { what: &'static str, reason: String },
 }
 
-/// Runs until SIGTERM.
-pub async fn run(args: ServeArgs, logging: Logging) -> Result<(), ServeError> {
-    args.check()?;
-    let ca = Arc::new(Ca::open(&args.ca_dir)?);
-    if let Some(path) = &args.root_cert {
-        write_whole(path, ca.root_pem().as_bytes(), 0o644)
-            .map_err(|e| ServeError::Step { step: "write --root-cert", reason: format!("{}: {e}", path.display()) })?;
-    }
-    let tokens = Arc::new(Tokens::new(
-        args.service_account_key.clone(),
-        args.service_account_issuer.clone(),
-        args.token_audience.clone(),
-        args.cluster_id.clone(),
-    ));
-    tokens.check()?;
-    let folders = Folders { manifests: args.manifests.clone(), status: args.status_dir.clone() };
-    let watch = tokio::task::spawn_blocking(move || manifests::watch(folders));
-    let watch = watch.await.map_err(|e| ServeError::Step { step: "read the manifests", reason: e.to_string() })??;
-    let objects = watch.objects();
-    let settings = ModelSettings {
-        cluster_id: args.cluster_id.clone(),
-        cluster_domain: args.cluster_domain.clone(),
-        trust_domain: TrustDomain::new(&args.trust_domain),
-        system_namespace: args.system_namespace.clone(),
-    };
-    let snapshots = follow(settings, objects.clone());
+/// A control plane that listens.
+pub struct Control {
+    pub address: SocketAddr,
+    pub admin_address: SocketAddr,
+    parts: Parts,
+}
 
-    let shutdown = Shutdown::new();
-    let (ads_counters, ca_counters) = (Arc::<AdsCounters>::default(), Arc::<Counters>::default());
-    let metrics = metrics(&ca, &ads_counters, &ca_counters, &snapshots, &objects);
-    let admin = AdminServer::bind("admin", args.admin_addr)?;
-    let pages = pages(metrics, snapshots.clone(), objects.clone());
-    tokio::spawn(admin.serve(pages, std::future::pending()));
+/// What runs.
+struct Parts {
+    ca: Arc<Ca>,
+    root_cert: Option<PathBuf>,
+    serving: Arc<Serving>,
+    tls: Arc<rustls::ServerConfig>,
+    listener: tokio::net::TcpListener,
+    admin: (AdminServer, ztunnel::telemetry::http::Router),
+    discovery: Discovery,
+    certificates: Certificates,
+    metrics: Arc<Metrics>,
+    shutdown: Shutdown,
+    /// Ends the watching when it is dropped.
+    _watch: Watch,
+}
 
-    let listener = listen(args.listen).map_err(|source| ServeError::Listen { address: args.listen, source })?;
-    let incoming = accept(listener, ca.clone(), args.server_name.clone())?;
-    let ads = Ads { snapshots, tokens: tokens.clone(), counters: ads_counters };
-    let certificates = Certificates {
-        ca,
-        tokens,
-        objects,
-        trust_domain: TrustDomain::new(&args.trust_domain),
-        trusted: args.trusted_node_account.clone(),
-        leaf_ttl: args.leaf_ttl(),
-        counters: ca_counters,
-        rates: Rates::default(),
-    };
-    let signals = shutdown.clone();
-    let last_lines = logging.clone();
-    tokio::spawn(async move { signals.on_signals(|| last_lines.flush(LOG_FLUSH)).await });
-    tracing::info!(address = %args.listen, manifests = %args.manifests.display(), "control runs");
-    let serving = Server::builder()
-        .http2_keepalive_interval(Some(Duration::from_secs(30)))
-        .http2_keepalive_timeout(Some(Duration::from_secs(10)))
-        .add_service(AggregatedDiscoveryServiceServer::new(ads).max_decoding_message_size(MAX_REQUEST))
-        .add_service(IstioCertificateServiceServer::new(certificates).max_decoding_message_size(MAX_CSR_REQUEST))
-        .serve_with_incoming(ReceiverStream::new(incoming));
-    tokio::select! {
-        served = serving => {
-            served.map_err(|e| ServeError::Step { step: "serve", reason: e.to_string() })?;
+impl Control {
+    /// Reads everything once and listens; nodes are answered once it [runs](Self::run). Must be called on a runtime.
+    pub async fn start(args: ServeArgs, shutdown: Shutdown) -> Result<Self, ServeError> {
+        let ca = Arc::new(Ca::open(&args.ca_dir)?);
+        tracing::info!(until = rfc3339(ca.not_after()), dir = %args.ca_dir.display(), "the root is ready");
+        if let Some(path) = &args.root_cert {
+            publish_roots(&ca, path).map_err(|source| ServeError::RootCert { path: path.clone(), source })?;
         }
-        why = shutdown.ordered() => tracing::info!(why, "control ends"),
+        let settings = TokenSettings {
+            issuer: args.service_account_issuer,
+            audience: args.token_audience,
+            cluster_id: args.cluster_id.clone(),
+        };
+        let tokens = Arc::new(Tokens::new(KeyFile::open(&args.service_account_key)?, settings));
+        let folders = Folders { manifests: args.manifests, status: args.status_dir };
+        // Reads a lot of files.
+        let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
+        let watch = watch.map_err(|e| ServeError::Ended { what: "reading the manifests", reason: e.to_string() })??;
+        let objects = watch.objects();
+        let snapshots = follow(
+            ModelSettings {
+                cluster_id: args.cluster_id,
+                cluster_domain: args.cluster_domain,
+                trust_domain: args.trust_domain.clone(),
+                system_namespace: args.system_namespace,
+            },
+            objects.clone(),
+        );
+        let (metrics, registry) = (Metrics::new(), Registry::new());
+        metrics.register(&registry, ca.clone(), snapshots.clone(), objects.clone());
+        let serving = Serving::new(ca.clone(), args.server_name)?;
+        let tls = serving.config()?;
+        let listen = |source| ServeError::Listen { address: args.listen, source };
+        let listener = tls::listen(args.listen).map_err(listen)?;
+        let address = listener.local_addr().map_err(listen)?;
+        let admin = AdminServer::bind("admin", args.admin_addr)?;
+        let admin_address = admin.local_addr();
+        let pages = admin::pages(&registry, snapshots.clone(), objects.clone(), shutdown.clone());
+        let certificates = Certificates {
+            ca: ca.clone(),
+            tokens: tokens.clone(),
+            objects,
+            rules: Rules {
+                trust_domain: args.trust_domain,
+                trusted: args.trusted_node_account,
+                leaf_ttl: args.leaf_ttl,
+            },
+            metrics: metrics.clone(),
+            rates: Rates::new(REQUESTS_AT_ONCE, REQUESTS_PER_SECOND),
+            hush: Hush::default(),
+        };
+        let discovery = Discovery {
+            snapshots,
+            tokens,
+            metrics: metrics.clone(),
+            shutdown: shutdown.clone(),
+            hush: Hush::default(),
+        };
+        let parts = Parts {
+            ca,
+            root_cert: args.root_cert,
+            serving,
+            tls,
+            listener,
+            admin: (admin, pages),
+            discovery,
+            certificates,
+            metrics,
+            shutdown,
+            _watch: watch,
+        };
+        Ok(Self { address, admin_address, parts })
     }
-    drop(watch);
-    logging.flush(LOG_FLUSH);
-    Ok(())
+
+    /// Runs until the stop is ordered: then streams are ended in good order, and requests that are under way answered.
+    pub async fn run(self) -> Result<(), ServeError> {
+        let Parts { ca, root_cert, serving, tls, listener, admin, discovery, certificates, metrics, shutdown, _watch } =
+            self.parts;
+        tracing::info!(address = %self.address, admin = %self.admin_address, "control runs");
+        let (ready, incoming) = mpsc::channel(INCOMING);
+        let server = Server::builder()
+            .http2_keepalive_interval(Some(PING))
+            .http2_keepalive_timeout(Some(PONG))
+            .max_concurrent_streams(STREAMS_PER_CONNECTION)
+            .http2_max_header_list_size(MAX_HEADERS)
+            .add_service(AggregatedDiscoveryServiceServer::new(discovery).max_decoding_message_size(MAX_REQUEST))
+            .add_service(IstioCertificateServiceServer::new(certificates).max_decoding_message_size(MAX_CSR_REQUEST));
+        let ordered = shutdown.clone();
+        let serve = server.serve_with_incoming_shutdown(ReceiverStream::new(incoming), async move {
+            ordered.ordered().await;
+        });
+        let stopped = async {
+            shutdown.ordered().await;
+            tokio::time::sleep(STOP_LIMIT).await;
+        };
+        let (admin, pages) = admin;
+        // All end with this function.
+        let ended = tokio::select! {
+            served = serve => match served {
+                Ok(()) if shutdown.is_ordered().is_some() => Ok(()),
+                Ok(()) => Err("there are no more connections".to_owned()),
+                Err(e) => Err(e.to_string()),
+            },
+            () = stopped => {
+                tracing::warn!(limit = ?STOP_LIMIT, "connections were still open, they are cut");
+                Ok(())
+            }
+            () = tls::accept(listener, tls, metrics, ready) => Err("nothing is accepted any more".to_owned()),
+            () = admin.serve(pages, std::future::pending()) => Err("the admin server has ended".to_owned()),
+            () = tend(&ca, &serving, root_cert.as_deref()) => Err("the root is no longer looked after".to_owned()),
+        };
+        ended.map_err(|reason| ServeError::Ended { what: "serving", reason })
+    }
 }
 
-/// Keeps the model up to date with the objects.
+/// Keeps the model up to date with the objects. Ends with their source.
 fn follow(settings: ModelSettings, mut objects: watch::Receiver<Arc<Objects>>) -> watch::Receiver<Snapshot> {
     let mut model = Model::new(settings);
     let first = objects.borrow_and_update().clone();
@@ -129,8 +195,12 @@ fn follow(settings: ModelSettings, mut objects: watch::Receiver<Arc<Objects>>) -
     let (publish, snapshots) = watch::channel(model.snapshot());
     tokio::spawn(async move {
         while objects.changed().await.is_ok() {
+            gather(&mut objects).await;
             let newer = objects.borrow_and_update().clone();
-            if let Some(snapshot) = model.update(newer) {
+            let started = Instant::now();
+            if let Some(mut snapshot) = model.update(newer) {
+                snapshot.published = Some(Instant::now());
+                tracing::debug!(generation = snapshot.generation, took = ?started.elapsed(), "the model has changed");
                 publish.send_replace(snapshot);
             }
         }
@@ -138,208 +208,98 @@ fn follow(settings: ModelSettings, mut objects: watch::Receiver<Arc<Objects>>) -
     snapshots
 }
 
-fn listen(address: std::net::SocketAddr) -> io::Result<TcpListener> {
-    let bind = |address: std::net::SocketAddr| {
-        let socket = socket2_like(address)?;
-        socket.listen(1024)
-    };
-    match bind(address) {
-        // A machine without IPv6.
-        Err(error) if address.ip().is_unspecified() && address.is_ipv6() && is_no_ipv6(&error) => {
-            bind(std::net::SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), address.port()))
+/// A burst of changes is one: waits until it is quiet, or long enough.
+async fn gather(objects: &mut watch::Receiver<Arc<Objects>>) {
+    let limit = tokio::time::Instant::now() + BURST;
+    loop {
+        objects.borrow_and_update();
+        let quiet = (tokio::time::Instant::now() + QUIET).min(limit);
+        match tokio::time::timeout_at(quiet, objects.changed()).await {
+            Ok(Ok(())) if tokio::time::Instant::now() < limit => {}
+            _ => return,
         }
-        result => result,
     }
 }
 
-fn socket2_like(address: std::net::SocketAddr) -> io::Result<tokio::net::TcpSocket> {
-    let socket = if address.is_ipv6() { tokio::net::TcpSocket::new_v6() } else { tokio::net::TcpSocket::new_v4() }?;
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    Ok(socket)
-}
-
-fn is_no_ipv6(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(97 | 99))
-}
-
-/// Accepts TLS connections; handshakes are bounded in number and time. The serving certificate is renewed by itself.
-fn accept(
-    listener: TcpListener,
-    ca: Arc<Ca>,
-    names: Vec<String>,
-) -> Result<mpsc::Receiver<io::Result<Secured>>, ServeError> {
-    let (ready, incoming) = mpsc::channel(64);
-    let mut acceptor = acceptor(&ca, &names)?;
-    tokio::spawn(async move {
-        let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
-        let mut renewal = tokio::time::interval(SERVING_LIFETIME / 2);
-        renewal.tick().await;
-        loop {
-            let accepted = tokio::select! {
-                _ = renewal.tick() => {
-                    match self::acceptor(&ca, &names) {
-                        Ok(fresh) => acceptor = fresh,
-                        Err(error) => tracing::error!(%error, "the serving certificate cannot be renewed"),
-                    }
-                    continue;
+/// Looks after the root and what is signed by it for ourselves.
+async fn tend(ca: &Ca, serving: &Serving, root_cert: Option<&Path>) {
+    let mut look = tokio::time::interval(LOOK);
+    let mut renewed = Instant::now();
+    let mut complaint = None;
+    let mut warned = None::<Instant>;
+    loop {
+        look.tick().await;
+        let changed = match ca.refresh() {
+            Ok(refreshed) => {
+                complaint = None;
+                refreshed == Refreshed::Changed
+            }
+            Err(error) => {
+                let text = error.to_string();
+                if complaint.as_ref() != Some(&text) {
+                    tracing::warn!(reason = text, "the root's files cannot be used, the root before goes on signing");
+                    complaint = Some(text);
                 }
-                accepted = listener.accept() => accepted,
-            };
-            let (socket, peer) = match accepted {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    tracing::warn!(%error, "cannot accept");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                    continue;
-                }
-            };
-            let Ok(permit) = handshakes.clone().acquire_owned().await else { return };
-            let (acceptor, ready) = (acceptor.clone(), ready.clone());
-            tokio::spawn(async move {
-                let _permit = permit;
-                let _ = socket.set_nodelay(true);
-                match tokio::time::timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)).await {
-                    Ok(Ok(stream)) => {
-                        let _ = ready.send(Ok(Secured(stream))).await;
-                    }
-                    Ok(Err(error)) => tracing::debug!(%peer, %error, "TLS handshake failed"),
-                    Err(_) => tracing::debug!(%peer, "TLS handshake took too long"),
-                }
-            });
+                false
+            }
+        };
+        if changed {
+            tracing::info!(
+                until = rfc3339(ca.not_after()),
+                "another root signs from now on, those before stay trusted"
+            );
         }
-    });
-    Ok(incoming)
-}
-
-/// A TLS connection as tonic wants it.
-struct Secured(TlsStream<TcpStream>);
-
-impl Connected for Secured {
-    type ConnectInfo = ();
-    fn connect_info(&self) {}
-}
-
-impl AsyncRead for Secured {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Secured {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(cx)
-    }
-}
-
-fn acceptor(ca: &Ca, names: &[String]) -> Result<TlsAcceptor, ServeError> {
-    let step = |e: String| ServeError::Step { step: "make the serving certificate", reason: e };
-    let (pem, key) = ca.serving(names, SERVING_LIFETIME)?;
-    let chain = ztunnel::identity::certificates_from_pem(pem.as_bytes()).map_err(|e| step(e.to_string()))?;
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let key = PrivateKeyDer::try_from(key.serialize_der()).map_err(|e| step(e.to_owned()))?;
-    let key = provider.key_provider.load_private_key(key).map_err(|e| step(e.to_string()))?;
-    let mut config = rustls::ServerConfig::builder_with_provider(provider)
-        .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])
-        .map_err(|e| step(e.to_string()))?
-        .with_no_client_auth()
-        .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(CertifiedKey::new(chain, key))));
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    Ok(TlsAcceptor::from(Arc::new(config)))
-}
-
-fn metrics(
-    ca: &Arc<Ca>,
-    ads: &Arc<AdsCounters>,
-    certificates: &Arc<Counters>,
-    snapshots: &watch::Receiver<Snapshot>,
-    objects: &watch::Receiver<Arc<Objects>>,
-) -> Arc<Metrics> {
-    let metrics = Metrics::new();
-    let end = ca.not_after();
-    metrics.gauge("understory_ca_root_days_left", "Days until the root ends", move || {
-        end.duration_since(SystemTime::now()).unwrap_or_default().as_secs_f64() / 86400.0
-    });
-    let of = certificates.clone();
-    metrics.counter("understory_ca_signed", "Certificates signed", move || of.signed.load(Ordering::Relaxed));
-    let of = certificates.clone();
-    metrics.counter("understory_ca_refused", "Requests for certificates refused", move || {
-        of.refused.load(Ordering::Relaxed)
-    });
-    let of = ads.clone();
-    metrics
-        .gauge("understory_xds_streams", "Open discovery streams", move || of.streams.load(Ordering::Relaxed) as f64);
-    let of = ads.clone();
-    metrics
-        .counter("understory_xds_responses", "Discovery responses sent", move || of.responses.load(Ordering::Relaxed));
-    let of = ads.clone();
-    metrics.counter("understory_xds_nacks", "Discovery responses that a proxy could not use whole", move || {
-        of.nacks.load(Ordering::Relaxed)
-    });
-    let of = snapshots.clone();
-    metrics.gauges("understory_resources", "Resources served", move |samples| {
-        for (kind, count) in of.borrow().counts() {
-            samples.add(&[("kind", kind)], count as f64);
-        }
-    });
-    let of = objects.clone();
-    metrics
-        .gauge("understory_manifest_problems", "Problems with manifests", move || of.borrow().problems().len() as f64);
-    metrics
-}
-
-#[derive(Serialize)]
-struct ProblemPage {
-    file: String,
-    text: String,
-}
-
-fn pages(
-    metrics: Arc<Metrics>,
-    snapshots: watch::Receiver<Snapshot>,
-    objects: watch::Receiver<Arc<Objects>>,
-) -> Router {
-    let problems = move |_: &ztunnel::telemetry::http::Request| {
-        let objects = objects.borrow().clone();
-        let page = objects
-            .problems()
-            .iter()
-            .map(|p| ProblemPage { file: p.file.display().to_string(), text: p.to_string() })
-            .collect::<Vec<_>>();
-        Response::json(&page)
-    };
-    let resources = move |_: &ztunnel::telemetry::http::Request| {
-        let snapshot = snapshots.borrow().clone();
-        let mut text = String::new();
-        for set in [crate::model::Set::Addresses, crate::model::Set::Authorizations] {
-            for resource in snapshot.all(set) {
-                use std::fmt::Write;
-                let _ = writeln!(text, "{} {} {:?}", resource.name, resource.version_text(), resource.decode());
+        if changed || renewed.elapsed() > SERVING_LIFETIME / 2 {
+            match serving.renew() {
+                Ok(()) => renewed = Instant::now(),
+                Err(error) => tracing::error!(%error, "the serving certificate cannot be renewed"),
             }
         }
-        Response::text(http::StatusCode::OK, text)
-    };
-    let ok = |_: &ztunnel::telemetry::http::Request| Response::text(http::StatusCode::OK, "ok");
-    metrics
-        .pages(Router::new())
-        .get("/healthz", ok)
-        .get("/readyz", ok)
-        .get("/debug/problems", problems)
-        .get("/debug/resources", resources)
+        if let Some(path) = root_cert
+            && let Err(error) = publish_roots(ca, path)
+        {
+            tracing::warn!(path = %path.display(), %error, "the roots cannot be written for the proxies");
+        }
+        let left = ca.not_after().duration_since(SystemTime::now()).unwrap_or_default();
+        if left < ENDS_SOON && warned.is_none_or(|at| at.elapsed() > WARN_AGAIN) {
+            warned = Some(Instant::now());
+            tracing::warn!(until = rfc3339(ca.not_after()), "the root ends soon: put another one into --ca-dir");
+        }
+    }
 }
 
-/// Bytes; a proxy that reconnects tells what it holds.
+/// Writes the roots for the proxies, if the file does not hold them.
+fn publish_roots(ca: &Ca, path: &Path) -> io::Result<()> {
+    let roots = ca.roots_pem();
+    if std::fs::read(path).is_ok_and(|held| held == roots.as_bytes()) {
+        return Ok(());
+    }
+    write_whole(path, roots.as_bytes(), 0o644)
+}
+
+/// Bytes; a proxy that comes again tells all that it holds.
 const MAX_REQUEST: usize = 64 << 20;
+/// Bytes.
 const MAX_CSR_REQUEST: usize = 64 << 10;
-const HANDSHAKES: usize = 256;
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
-const SERVING_LIFETIME: Duration = Duration::from_secs(24 * 3600);
-const LOG_FLUSH: Duration = Duration::from_secs(1);
+/// Bytes of a request's headers, with its token.
+const MAX_HEADERS: u32 = 32 << 10;
+/// A proxy opens one for discovery and some for certificates.
+const STREAMS_PER_CONNECTION: u32 = 64;
+/// Connections that are ready and not taken up yet.
+const INCOMING: usize = 64;
+/// Certificates that a caller may have at once, as a node's proxy asks for when it starts, and then a second.
+const REQUESTS_AT_ONCE: u32 = 500;
+const REQUESTS_PER_SECOND: u32 = 50;
+/// As istiod does.
+const PING: Duration = Duration::from_secs(30);
+const PONG: Duration = Duration::from_secs(10);
+/// Changes that follow each other within this time are one.
+const QUIET: Duration = Duration::from_millis(10);
+/// No change waits longer for others.
+const BURST: Duration = Duration::from_millis(100);
+/// From the order to stop to the end of what has not ended.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+/// How often the root's files are looked at.
+const LOOK: Duration = Duration::from_secs(10);
+const ENDS_SOON: Duration = Duration::from_secs(30 * 86400);
+const WARN_AGAIN: Duration = Duration::from_secs(86400);

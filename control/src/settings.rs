@@ -1,10 +1,13 @@
 //! The settings of `control serve`: read once from flags and environment, checked, then never changed.
+//!
+//! Must never let a wrong value through: the error names the setting, the value and what would be right.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use ztunnel::identity::{Identity, TrustDomain};
 use ztunnel::telemetry::log::{Format, Levels};
 
 /// The control plane for clusters without istiod.
@@ -25,92 +28,232 @@ pub enum Command {
 #[derive(Debug, Clone, Args)]
 pub struct ServeArgs {
     /// Folder of Kubernetes manifests, watched. Required.
-    #[arg(long, env = "MANIFESTS", value_name = "DIR")]
+    #[arg(long, env = "MANIFESTS", value_name = "MANIFESTS", value_parser = folder)]
     pub manifests: PathBuf,
-    /// Folder of the agents' status files. Default: none, nothing is captured.
-    #[arg(long, env = "STATUS_DIR", value_name = "DIR")]
+    /// Folder of the agents' status files; it may come later. Default: none, then nothing is captured but what
+    /// annotations say.
+    #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR")]
     pub status_dir: Option<PathBuf>,
-    /// Where discovery and certificates are served, over TLS.
-    #[arg(long, env = "LISTEN", default_value = "[::]:15012")]
+    /// Where discovery and certificates are served, over TLS. Default [::]:15012 (IPv4 too; IPv4 only where there is
+    /// no IPv6).
+    #[arg(long, env = "LISTEN", value_name = "LISTEN", default_value = "[::]:15012", value_parser = socket_address)]
     pub listen: SocketAddr,
-    /// Folder of the root's key and certificate; made with mode 0700 if missing. Required.
-    #[arg(long, env = "CA_DIR", value_name = "DIR")]
+    /// Folder of the root's key and certificate, made if missing. Required.
+    #[arg(long, env = "CA_DIR", value_name = "CA_DIR")]
     pub ca_dir: PathBuf,
-    /// Where the public root is written for the proxies. Default: none.
-    #[arg(long, env = "ROOT_CERT", value_name = "FILE")]
+    /// File that the public roots are written to, for the proxies. Default: none.
+    #[arg(long, env = "ROOT_CERT", value_name = "ROOT_CERT")]
     pub root_cert: Option<PathBuf>,
     /// The cluster's public keys for service account tokens: PEM (one or several) or a JWKS. Required.
-    #[arg(long, env = "SERVICE_ACCOUNT_KEY", value_name = "FILE")]
+    #[arg(long, env = "SERVICE_ACCOUNT_KEY", value_name = "SERVICE_ACCOUNT_KEY")]
     pub service_account_key: PathBuf,
-    /// The issuer in those tokens.
+    /// The issuer in those tokens. Default https://kubernetes.default.svc.cluster.local.
     #[arg(
         long,
         env = "SERVICE_ACCOUNT_ISSUER",
-        value_name = "URL",
-        default_value = "https://kubernetes.default.svc.cluster.local"
+        value_name = "SERVICE_ACCOUNT_ISSUER",
+        default_value = "https://kubernetes.default.svc.cluster.local",
+        value_parser = words
     )]
     pub service_account_issuer: String,
-    /// The audience in those tokens.
-    #[arg(long, env = "TOKEN_AUDIENCE", default_value = "istio-ca")]
+    /// The audience in those tokens. Default istio-ca.
+    #[arg(long, env = "TOKEN_AUDIENCE", value_name = "TOKEN_AUDIENCE", default_value = "istio-ca", value_parser = words)]
     pub token_audience: String,
-    #[arg(long, env = "TRUST_DOMAIN", default_value = "cluster.local")]
-    pub trust_domain: String,
-    /// DNS suffix of the cluster's services.
-    #[arg(long, env = "CLUSTER_DOMAIN", default_value = "cluster.local")]
+    /// Trust domain of all identities. Default cluster.local.
+    #[arg(
+        long,
+        env = "TRUST_DOMAIN",
+        value_name = "TRUST_DOMAIN",
+        default_value = "cluster.local",
+        value_parser = trust_domain
+    )]
+    pub trust_domain: TrustDomain,
+    /// DNS suffix of the cluster's services. Default cluster.local.
+    #[arg(
+        long,
+        env = "CLUSTER_DOMAIN",
+        value_name = "CLUSTER_DOMAIN",
+        default_value = "cluster.local",
+        value_parser = hostname
+    )]
     pub cluster_domain: String,
-    #[arg(long, env = "CLUSTER_ID", default_value = "Kubernetes")]
+    /// Id of the cluster. Default Kubernetes.
+    #[arg(long, env = "CLUSTER_ID", value_name = "CLUSTER_ID", default_value = "Kubernetes", value_parser = cluster_id)]
     pub cluster_id: String,
-    /// DNS names in the serving certificate.
-    #[arg(long, env = "SERVER_NAME", value_delimiter = ',', default_value = "control.understory-system.svc")]
+    /// Host names and addresses in the serving certificate, comma separated. Default control.understory-system.svc.
+    #[arg(
+        long,
+        env = "SERVER_NAME",
+        value_name = "SERVER_NAME",
+        value_delimiter = ',',
+        default_value = "control.understory-system.svc",
+        value_parser = server_name
+    )]
     pub server_name: Vec<String>,
-    /// Accounts of node proxies, as namespace/name: they may ask for certificates of their node's pods.
-    #[arg(long, env = "TRUSTED_NODE_ACCOUNT", value_delimiter = ',', default_value = "understory-system/ztunnel")]
+    /// Accounts of node proxies (namespace/name, comma separated), which may have certificates of their node's pods.
+    /// Default understory-system/ztunnel.
+    #[arg(
+        long,
+        env = "TRUSTED_NODE_ACCOUNT",
+        value_name = "TRUSTED_NODE_ACCOUNT",
+        value_delimiter = ',',
+        default_value = "understory-system/ztunnel",
+        value_parser = account
+    )]
     pub trusted_node_account: Vec<String>,
-    /// The mesh's own namespace; its network label names the cluster's network.
-    #[arg(long, env = "SYSTEM_NAMESPACE", default_value = "understory-system")]
+    /// The mesh's own namespace, whose label topology.istio.io/network names the cluster's network. Default
+    /// understory-system.
+    #[arg(
+        long,
+        env = "SYSTEM_NAMESPACE",
+        value_name = "SYSTEM_NAMESPACE",
+        default_value = "understory-system",
+        value_parser = words
+    )]
     pub system_namespace: String,
-    /// Lifetime of workload certificates, seconds; a proxy may ask for less.
-    #[arg(long, env = "LEAF_TTL", default_value = "86400", value_parser = clap::value_parser!(u64).range(10..=7_776_000))]
-    pub leaf_ttl: u64,
-    /// Metrics, health and debug pages.
-    #[arg(long, env = "ADMIN_ADDR", default_value = "[::]:15014")]
+    /// Longest life of workload certificates, and that of those for which none is asked. Default 24h.
+    #[arg(long, env = "LEAF_TTL", value_name = "LEAF_TTL", default_value = "24h", value_parser = lifetime)]
+    pub leaf_ttl: Duration,
+    /// Metrics, health and debug pages. Default [::]:15014.
+    #[arg(long, env = "ADMIN_ADDR", value_name = "ADMIN_ADDR", default_value = "[::]:15014", value_parser = socket_address)]
     pub admin_addr: SocketAddr,
-    #[arg(long, env = "LOG_FORMAT", value_enum, default_value = "plain")]
+    /// Shape of log lines. Default plain.
+    #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", value_enum, default_value = "plain")]
     pub log_format: Format,
-    #[arg(long, env = "RUST_LOG", default_value = "info")]
+    /// Levels of log lines, such as info or info,control::xds=debug. Default info.
+    #[arg(long, env = "RUST_LOG", value_name = "RUST_LOG", default_value = "info")]
     pub log_levels: Levels,
 }
 
-/// A setting whose value is wrong.
-#[derive(Debug, thiserror::Error)]
-#[error("invalid value {value:?} for '{setting}': {expected}")]
-pub struct SettingError {
-    pub setting: &'static str,
-    pub value: String,
-    pub expected: String,
+fn folder(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    match std::fs::read_dir(&path) {
+        Ok(_) => Ok(path),
+        Err(e) => Err(format!("expected a folder that can be read: {e}")),
+    }
 }
 
-impl ServeArgs {
-    pub fn check(&self) -> Result<(), SettingError> {
-        let fail = |setting, value: String, expected: &str| {
-            Err(SettingError { setting, value, expected: expected.to_owned() })
-        };
-        if !self.manifests.is_dir() {
-            return fail("--manifests <DIR>", self.manifests.display().to_string(), "expected a folder that exists");
-        }
-        for account in &self.trusted_node_account {
-            if account.split('/').filter(|p| !p.is_empty()).count() != 2 {
-                return fail("--trusted-node-account", account.clone(), "expected namespace/name");
-            }
-        }
-        let identity = format!("spiffe://{}/ns/a/sa/b", self.trust_domain);
-        if identity.parse::<ztunnel::identity::Identity>().is_err() {
-            return fail("--trust-domain", self.trust_domain.clone(), "expected a domain such as cluster.local");
-        }
-        Ok(())
+fn socket_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "expected an address with a port, such as [::]:15012 or 127.0.0.1:15012".to_owned())
+}
+
+fn words(text: &str) -> Result<String, String> {
+    let good = !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || c.is_control());
+    if good { Ok(text.to_owned()) } else { Err("expected text without blanks".into()) }
+}
+
+/// Part of a workload's uid, where a slash separates.
+fn cluster_id(text: &str) -> Result<String, String> {
+    words(text).ok().filter(|t| !t.contains('/')).ok_or_else(|| "expected text without blanks and slashes".into())
+}
+
+fn trust_domain(text: &str) -> Result<TrustDomain, String> {
+    let identity = format!("spiffe://{text}/ns/a/sa/b").parse::<Identity>();
+    identity.map(|id| id.trust_domain().clone()).map_err(|_| "expected a domain such as cluster.local".into())
+}
+
+fn hostname(text: &str) -> Result<String, String> {
+    let is_label = |label: &str| {
+        let inner = label.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
+        (1..=63).contains(&label.len()) && inner && !label.starts_with('-') && !label.ends_with('-')
+    };
+    let good = text.len() <= 253 && text.split('.').all(is_label);
+    if good { Ok(text.to_owned()) } else { Err("expected a DNS name in lower case, such as cluster.local".into()) }
+}
+
+fn server_name(text: &str) -> Result<String, String> {
+    if text.parse::<IpAddr>().is_ok() {
+        return Ok(text.to_owned());
+    }
+    hostname(text).map_err(|_| "expected a DNS name in lower case or an address".into())
+}
+
+fn account(text: &str) -> Result<String, String> {
+    match text.split_once('/') {
+        Some((namespace, name)) if hostname(namespace).is_ok() && hostname(name).is_ok() => Ok(text.to_owned()),
+        _ => Err("expected namespace/name of a service account, such as understory-system/ztunnel".into()),
+    }
+}
+
+/// A plain number is seconds.
+fn lifetime(text: &str) -> Result<Duration, String> {
+    const EXPECTED: &str = "expected a time from 10s to 2160h (90 days), such as 600, 90m or 24h";
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let number: u64 = text[..digits].parse().map_err(|_| EXPECTED)?;
+    let unit = match &text[digits..] {
+        "" | "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86400,
+        _ => return Err(EXPECTED.into()),
+    };
+    let seconds = number.checked_mul(unit).filter(|s| (10..=90 * 86400).contains(s)).ok_or(EXPECTED)?;
+    Ok(Duration::from_secs(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REQUIRED: [&str; 8] =
+        ["control", "serve", "--manifests", "/tmp", "--ca-dir", "/tmp/ca", "--service-account-key", "/tmp/key"];
+
+    #[test]
+    fn the_defaults_are_those_of_the_documents() {
+        let Command::Serve(args) = Cli::try_parse_from(REQUIRED).unwrap().command;
+        assert_eq!(args.listen, "[::]:15012".parse().unwrap());
+        assert_eq!(args.admin_addr, "[::]:15014".parse().unwrap());
+        assert_eq!(args.server_name, ["control.understory-system.svc"]);
+        assert_eq!(args.trusted_node_account, ["understory-system/ztunnel"]);
+        assert_eq!(args.leaf_ttl, Duration::from_secs(86400));
+        assert_eq!((args.cluster_id.as_str(), args.trust_domain.as_str()), ("Kubernetes", "cluster.local"));
     }
 
-    pub fn leaf_ttl(&self) -> Duration {
-        Duration::from_secs(self.leaf_ttl)
+    #[test]
+    fn a_wrong_value_is_named_with_what_would_be_right() {
+        for (setting, value, expected) in [
+            ("--manifests", "/nowhere/manifests", "a folder"),
+            ("--listen", "nonsense", "an address with a port"),
+            ("--admin-addr", "15014", "an address with a port"),
+            ("--trust-domain", "not a domain", "a domain"),
+            ("--cluster-domain", "Cluster", "a DNS name"),
+            ("--cluster-id", "a/b", "without blanks and slashes"),
+            ("--server-name", "a,b c", "a DNS name in lower case or an address"),
+            ("--trusted-node-account", "ztunnel", "namespace/name"),
+            ("--trusted-node-account", "a/b/c", "namespace/name"),
+            ("--leaf-ttl", "5s", "10s to 2160h"),
+            ("--leaf-ttl", "91d", "10s to 2160h"),
+            ("--leaf-ttl", "1 day", "10s to 2160h"),
+            ("--token-audience", "", "without blanks"),
+            ("--log-format", "xml", "plain, json"),
+        ] {
+            let args = REQUIRED.iter().copied().chain([setting, value]);
+            let args = args.skip_while(|a| setting == "--manifests" && *a != "serve");
+            let args: Vec<&str> = if setting == "--manifests" {
+                ["control", "serve", "--ca-dir", "x", "--service-account-key", "y", setting, value].to_vec()
+            } else {
+                args.collect()
+            };
+            let error = Cli::try_parse_from(args).unwrap_err().to_string();
+            let value = value.rsplit(',').next().unwrap_or(value);
+            assert!(error.contains(setting) && error.contains(value) && error.contains(expected), "{setting}: {error}");
+        }
+        let error = Cli::try_parse_from(["control", "serve"]).unwrap_err().to_string();
+        for setting in ["--manifests", "--ca-dir", "--service-account-key"] {
+            assert!(error.contains(setting), "{error}");
+        }
+    }
+
+    #[test]
+    fn times_and_lists_are_read() {
+        let with = |extra: &[&'static str]| {
+            let Command::Serve(args) =
+                Cli::try_parse_from(REQUIRED.iter().copied().chain(extra.iter().copied())).unwrap().command;
+            args
+        };
+        assert_eq!(with(&["--leaf-ttl", "600"]).leaf_ttl, Duration::from_secs(600));
+        assert_eq!(with(&["--leaf-ttl=90m"]).leaf_ttl, Duration::from_secs(5400));
+        assert_eq!(with(&["--server-name", "a.b,10.0.0.1,fd00::1"]).server_name, ["a.b", "10.0.0.1", "fd00::1"]);
+        assert_eq!(with(&["--trusted-node-account=a/b", "--trusted-node-account=c/d"]).trusted_node_account.len(), 2);
     }
 }

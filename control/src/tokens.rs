@@ -2,62 +2,70 @@
 //!
 //! Must never believe a claim before the signature, the issuer, the audience and the times are right.
 
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
-use jsonwebtoken::jwk::JwkSet;
-use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode};
+use jsonwebtoken::errors::ErrorKind;
+use jsonwebtoken::{Algorithm, Validation, decode};
 use serde::Deserialize;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
+
+mod keys;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub use keys::{KeyFile, KeyFileError};
 
 /// A caller whose token was good.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
     pub namespace: String,
     pub service_account: String,
-    /// The pod that the token is bound to: name and uid.
-    pub pod: Option<(String, String)>,
+    /// The pod that the token is bound to.
+    pub pod: Option<BoundPod>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BoundPod {
+    pub name: String,
+    pub uid: String,
 }
 
 /// Checks tokens.
 #[derive(Debug)]
 pub struct Tokens {
-    file: PathBuf,
-    issuer: String,
-    audience: String,
-    cluster_id: String,
-    keys: Mutex<Option<Keys>>,
+    keys: KeyFile,
+    settings: TokenSettings,
 }
 
-/// A public key and the algorithms that it is for.
-type VerifyingKey = (DecodingKey, Vec<Algorithm>);
-type KeyList = Arc<Vec<VerifyingKey>>;
-
-struct Keys {
-    read: Instant,
-    text: Vec<u8>,
-    keys: KeyList,
-}
-
-impl std::fmt::Debug for Keys {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} keys", self.keys.len())
-    }
+/// What a token must say.
+#[derive(Debug, Clone)]
+pub struct TokenSettings {
+    pub issuer: String,
+    pub audience: String,
+    /// Our own; callers may name it in the header `clusterid`.
+    pub cluster_id: String,
 }
 
 /// Why a caller is not believed. The caller hears less than the log.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    #[error("no bearer token")]
+    #[error("there is no bearer token")]
     Missing,
-    #[error("the token is not good: {0}")]
-    Bad(String),
-    #[error("the token is for cluster {0:?}")]
+    #[error("the token is malformed: {0}")]
+    Malformed(String),
+    #[error("no key of ours fits the token's signature")]
+    Signature,
+    #[error("the token is past its end")]
+    Expired,
+    #[error("the token is not valid yet")]
+    TooEarly,
+    #[error("the token is of another issuer than {0}")]
+    Issuer(String),
+    #[error("the token is for another audience than {0}")]
+    Audience(String),
+    #[error("the token contradicts itself: {0}")]
+    Contradiction(String),
+    #[error("the caller is of cluster {0:?}")]
     Cluster(String),
-    #[error("the keys for service account tokens cannot be used: {0}")]
-    Keys(String),
 }
 
 #[derive(Deserialize)]
@@ -81,130 +89,121 @@ struct Named {
 }
 
 impl Tokens {
-    pub fn new(file: PathBuf, issuer: String, audience: String, cluster_id: String) -> Self {
-        Self { file, issuer, audience, cluster_id, keys: Mutex::default() }
-    }
-
-    /// Reads the keys once, so that a wrong file stops the start.
-    pub fn check(&self) -> Result<usize, TokenError> {
-        self.keys().map(|keys| keys.len())
+    pub fn new(keys: KeyFile, settings: TokenSettings) -> Self {
+        Self { keys, settings }
     }
 
     /// Who sends these headers.
     pub fn caller(&self, headers: &MetadataMap) -> Result<Caller, TokenError> {
-        if let Some(cluster) = headers.get("clusterid").map(|c| c.to_str().unwrap_or("?"))
-            && !cluster.is_empty()
-            && cluster != self.cluster_id
-        {
+        let cluster = headers.get("clusterid").map(|c| c.to_str().unwrap_or("?")).unwrap_or_default();
+        if !cluster.is_empty() && cluster != self.settings.cluster_id {
             return Err(TokenError::Cluster(cluster.chars().take(64).collect()));
         }
         let header = headers.get("authorization").and_then(|h| h.to_str().ok()).ok_or(TokenError::Missing)?;
-        let token = header.strip_prefix("Bearer ").ok_or(TokenError::Missing)?;
+        let (scheme, token) = header.split_once(' ').ok_or(TokenError::Missing)?;
+        if !scheme.eq_ignore_ascii_case("bearer") {
+            return Err(TokenError::Missing);
+        }
         self.verify(token.trim())
     }
 
+    /// Who a token is of.
     pub fn verify(&self, token: &str) -> Result<Caller, TokenError> {
-        let mut last = "no key fits".to_owned();
-        for (key, algorithms) in self.keys()?.iter() {
-            for algorithm in algorithms {
-                let mut validation = Validation::new(*algorithm);
-                validation.set_issuer(&[&self.issuer]);
-                validation.set_audience(&[&self.audience]);
-                validation.set_required_spec_claims(&["exp", "iss", "aud", "sub"]);
-                validation.validate_nbf = true;
-                validation.leeway = LEEWAY;
-                match decode::<Claims>(token, key, &validation) {
-                    Ok(data) => return caller(data.claims),
-                    Err(error) => last = error.to_string(),
-                }
-            }
+        match self.verify_with(&self.keys.current(), token) {
+            // The cluster may have changed its keys since we looked.
+            Err(TokenError::Signature) => match self.keys.look_again() {
+                Some(keys) => self.verify_with(&keys, token),
+                None => Err(TokenError::Signature),
+            },
+            verdict => verdict,
         }
-        Err(TokenError::Bad(last))
     }
 
-    /// The keys, read anew when the file has changed. Keys that were good stay while the file is not.
-    fn keys(&self) -> Result<KeyList, TokenError> {
-        let mut held = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(held) = &*held
-            && held.read.elapsed() < REREAD
-        {
-            return Ok(held.keys.clone());
+    fn verify_with(&self, keys: &keys::Keys, token: &str) -> Result<Caller, TokenError> {
+        let mut verdict = TokenError::Signature;
+        for (key, algorithm) in keys.iter() {
+            match decode::<Claims>(token, key, &self.validation(*algorithm)) {
+                Ok(data) => return caller(data.claims),
+                Err(error) => match error.kind() {
+                    // Another key may fit.
+                    ErrorKind::InvalidSignature | ErrorKind::InvalidAlgorithm => {}
+                    // The signature was right, or the token is no token at all.
+                    kind => verdict = self.verdict(kind),
+                },
+            }
         }
-        let fresh = std::fs::read(&self.file).map_err(|e| format!("{}: {e}", self.file.display())).and_then(|text| {
-            if let Some(held) = &*held
-                && held.text == text
-            {
-                return Ok((text, held.keys.clone()));
-            }
-            let keys = parse_keys(&text).map_err(|reason| format!("{}: {reason}", self.file.display()))?;
-            Ok((text, Arc::new(keys)))
-        });
-        match (fresh, &mut *held) {
-            (Ok((text, keys)), held) => {
-                *held = Some(Keys { read: Instant::now(), text, keys: keys.clone() });
-                Ok(keys)
-            }
-            (Err(reason), Some(held)) => {
-                tracing::warn!(reason, "keys for service account tokens: going on with those known before");
-                held.read = Instant::now();
-                Ok(held.keys.clone())
-            }
-            (Err(reason), None) => Err(TokenError::Keys(reason)),
+        Err(verdict)
+    }
+
+    fn validation(&self, algorithm: Algorithm) -> Validation {
+        let mut validation = Validation::new(algorithm);
+        validation.set_issuer(&[&self.settings.issuer]);
+        validation.set_audience(&[&self.settings.audience]);
+        validation.set_required_spec_claims(&["exp", "iss", "aud", "sub"]);
+        validation.validate_nbf = true;
+        validation.leeway = LEEWAY;
+        validation
+    }
+
+    fn verdict(&self, kind: &ErrorKind) -> TokenError {
+        match kind {
+            ErrorKind::ExpiredSignature => TokenError::Expired,
+            ErrorKind::ImmatureSignature => TokenError::TooEarly,
+            ErrorKind::InvalidIssuer => TokenError::Issuer(self.settings.issuer.clone()),
+            ErrorKind::InvalidAudience => TokenError::Audience(self.settings.audience.clone()),
+            // Never the token itself, which other errors' texts might hold parts of.
+            ErrorKind::MissingRequiredClaim(claim) => TokenError::Malformed(format!("claim {claim} is missing")),
+            ErrorKind::Json(error) => TokenError::Malformed(format!("its claims: {:?} error", error.classify())),
+            _ => TokenError::Malformed("it is no JWT".into()),
+        }
+    }
+}
+
+impl TokenError {
+    /// For metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Missing => "missing",
+            Self::Malformed(_) => "malformed",
+            Self::Signature => "signature",
+            Self::Expired => "expired",
+            Self::TooEarly => "too_early",
+            Self::Issuer(_) => "issuer",
+            Self::Audience(_) => "audience",
+            Self::Contradiction(_) => "contradiction",
+            Self::Cluster(_) => "cluster",
         }
     }
 }
 
 impl From<TokenError> for Status {
-    fn from(error: TokenError) -> Self {
-        match error {
-            TokenError::Keys(_) => Status::unavailable("the control plane cannot check tokens now"),
-            _ => Status::unauthenticated("request authenticate failure"),
-        }
+    /// As istiod says it: whoever has a wrong token learns nothing from the answer.
+    fn from(_: TokenError) -> Self {
+        Status::unauthenticated("request authenticate failure")
+    }
+}
+
+impl Caller {
+    /// `namespace/name` of the service account.
+    pub fn account(&self) -> String {
+        format!("{}/{}", self.namespace, self.service_account)
     }
 }
 
 fn caller(claims: Claims) -> Result<Caller, TokenError> {
     let Kubernetes { namespace, serviceaccount, pod } = claims.kubernetes;
     let expected = format!("system:serviceaccount:{namespace}:{}", serviceaccount.name);
+    let is_name = |text: &str| !text.is_empty() && !text.contains([':', '/']);
+    if !is_name(&namespace) || !is_name(&serviceaccount.name) {
+        return Err(TokenError::Contradiction("a name that is none".into()));
+    }
     if claims.sub != expected {
-        return Err(TokenError::Bad(format!("its subject {:?} is not {expected:?}", claims.sub)));
+        let subject: String = claims.sub.chars().take(128).collect();
+        return Err(TokenError::Contradiction(format!("its subject is {subject:?}, its claims say {expected:?}")));
     }
-    Ok(Caller { namespace, service_account: serviceaccount.name, pod: pod.map(|p| (p.name, p.uid)) })
+    let pod = pod.map(|pod| BoundPod { name: pod.name, uid: pod.uid });
+    Ok(Caller { namespace, service_account: serviceaccount.name, pod })
 }
 
-fn parse_keys(text: &[u8]) -> Result<Vec<VerifyingKey>, String> {
-    if text.trim_ascii_start().starts_with(b"{") {
-        let set: JwkSet = serde_json::from_slice(text).map_err(|e| format!("not a JWKS: {e}"))?;
-        let keys = set.keys.iter().filter_map(|jwk| {
-            use jsonwebtoken::jwk::AlgorithmParameters as Parameters;
-            let algorithms = match &jwk.algorithm {
-                Parameters::RSA(_) => vec![Algorithm::RS256],
-                Parameters::EllipticCurve(_) => vec![Algorithm::ES256],
-                _ => return None,
-            };
-            Some((DecodingKey::from_jwk(jwk).ok()?, algorithms))
-        });
-        let keys: Vec<_> = keys.collect();
-        return if keys.is_empty() { Err("the JWKS has no RSA or EC key".into()) } else { Ok(keys) };
-    }
-    let text = std::str::from_utf8(text).map_err(|_| "neither PEM nor JWKS".to_owned())?;
-    let mut keys = Vec::new();
-    for block in text.split_inclusive(PEM_END).filter(|b| b.contains(PEM_BEGIN)) {
-        let block = &block[block.find(PEM_BEGIN).unwrap_or(0)..];
-        if let Ok(key) = DecodingKey::from_ec_pem(block.as_bytes()) {
-            keys.push((key, vec![Algorithm::ES256]));
-        } else if let Ok(key) = DecodingKey::from_rsa_pem(block.as_bytes()) {
-            keys.push((key, vec![Algorithm::RS256]));
-        } else {
-            return Err("a PEM block is not a public RSA or P-256 key".into());
-        }
-    }
-    if keys.is_empty() { Err("expected PEM public keys or a JWKS".into()) } else { Ok(keys) }
-}
-
-const PEM_BEGIN: &str = "-----BEGIN PUBLIC KEY-----";
-const PEM_END: &str = "-----END PUBLIC KEY-----";
 /// Seconds by which clocks may differ.
 const LEEWAY: u64 = 10;
-/// How often the key file is looked at.
-const REREAD: Duration = Duration::from_secs(10);

@@ -4,6 +4,7 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use imbl::ordmap::DiffItem;
 use imbl::{OrdMap, OrdSet};
@@ -15,6 +16,8 @@ use ztunnel::proto::{security, workload};
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     pub generation: u64,
+    /// When it was handed to the streams.
+    pub published: Option<Instant>,
     /// Workloads and services, by uid or `namespace/hostname`.
     addresses: OrdMap<Arc<str>, Arc<Resource>>,
     authorizations: OrdMap<Arc<str>, Arc<Resource>>,

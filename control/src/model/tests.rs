@@ -455,19 +455,19 @@ proptest! {
     }
 }
 
-const CART: &str = "shop/cart.shop.svc.cluster.local";
+pub(crate) const CART: &str = "shop/cart.shop.svc.cluster.local";
 
-struct Cluster {
-    objects: Objects,
+pub(crate) struct Cluster {
+    pub(crate) objects: Objects,
     model: Model,
 }
 
 impl Cluster {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { objects: Objects::default(), model: Model::new(settings()) }
     }
 
-    fn put(&mut self, object: Value) {
+    pub(crate) fn put(&mut self, object: Value) {
         let meta = &object["metadata"];
         let name: Arc<str> = meta["name"].as_str().unwrap().into();
         let key = ObjectName { namespace: meta["namespace"].as_str().unwrap_or("default").into(), name: name.clone() };
@@ -486,17 +486,17 @@ impl Cluster {
         self.put(json!({"kind": "Node", "metadata": {"name": name, "labels": labels}}));
     }
 
-    fn update(&mut self) -> Option<Snapshot> {
+    pub(crate) fn update(&mut self) -> Option<Snapshot> {
         self.model.update(Arc::new(self.objects.clone()))
     }
 
-    fn snapshot(&mut self) -> Snapshot {
+    pub(crate) fn snapshot(&mut self) -> Snapshot {
         self.update();
         self.model.snapshot()
     }
 
     /// One arbitrary change of an arbitrary object.
-    fn step(&mut self, kind: u8, which: u8, how: u8) {
+    pub(crate) fn step(&mut self, kind: u8, which: u8, how: u8) {
         let name = format!("n{which}");
         let key = ObjectName::new("shop", &name);
         match (kind, how) {
@@ -549,7 +549,7 @@ fn settings() -> ModelSettings {
     }
 }
 
-fn pod(name: &str, labels: Value) -> Value {
+pub(crate) fn pod(name: &str, labels: Value) -> Value {
     json!({
         "kind": "Pod",
         "metadata": {"name": name, "namespace": "shop", "uid": format!("uid-{name}"), "labels": labels},
@@ -558,7 +558,7 @@ fn pod(name: &str, labels: Value) -> Value {
     })
 }
 
-fn cart(ports: Value) -> Value {
+pub(crate) fn cart(ports: Value) -> Value {
     json!({
         "kind": "Service",
         "metadata": {"name": "cart", "namespace": "shop"},
@@ -567,7 +567,7 @@ fn cart(ports: Value) -> Value {
 }
 
 /// Merge as of RFC 7396.
-fn merged(mut target: Value, change: &Value) -> Value {
+pub(crate) fn merged(mut target: Value, change: &Value) -> Value {
     let (Value::Object(into), Value::Object(from)) = (&mut target, change) else { return change.clone() };
     for (key, value) in from {
         if value.is_null() {

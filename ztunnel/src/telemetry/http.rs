@@ -27,6 +27,7 @@ pub use body::Chunks;
 #[derive(Debug)]
 pub struct Request {
     head: http::request::Parts,
+    peer: SocketAddr,
 }
 
 /// What a page's function answers.
@@ -117,6 +118,11 @@ impl Router {
 }
 
 impl Request {
+    /// Who asks.
+    pub fn peer(&self) -> SocketAddr {
+        self.peer
+    }
+
     pub fn path(&self) -> &str {
         self.head.uri.path()
     }
@@ -222,10 +228,10 @@ impl Server {
                 Some(_) = connections.join_next() => continue,
             };
             match accepted {
-                Ok((stream, _)) => {
+                Ok((stream, peer)) => {
                     let router = router.clone();
                     connections.spawn(async move {
-                        serve_connection(stream, router).await;
+                        serve_connection(stream, peer, router).await;
                         drop(slot);
                     });
                 }
@@ -238,13 +244,13 @@ impl Server {
     }
 }
 
-async fn serve_connection(stream: TcpStream, router: Arc<Router>) {
+async fn serve_connection(stream: TcpStream, peer: SocketAddr, router: Arc<Router>) {
     let _ = stream.set_nodelay(true);
     // A client that does not read its answer is cut by the kernel.
     let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(WRITE_TIMEOUT));
     let service = hyper::service::service_fn(|request: hyper::Request<hyper::body::Incoming>| {
         let (head, _unread) = request.into_parts();
-        let answer = router.answer(&Request { head });
+        let answer = router.answer(&Request { head, peer });
         async move { Ok::<_, std::convert::Infallible>(answer) }
     });
     let connection = hyper::server::conn::http1::Builder::new()

@@ -1,0 +1,122 @@
+//! The pages for operators: metrics, health, what is served, what is wrong.
+//!
+//! Must never show a key, nor tell the layout of the mesh to another machine: what is served is shown to this one alone.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tonic::codegen::http::StatusCode;
+use ztunnel::lifecycle::Shutdown;
+use ztunnel::manifests::Objects;
+use ztunnel::proto::workload as wire;
+use ztunnel::telemetry::http::{Chunks, Request, Response, Router};
+use ztunnel::telemetry::metrics::Metrics;
+
+use crate::model::{Decoded, Resource, Set, Snapshot};
+
+/// All pages. `serving`: whether nodes can be answered.
+pub fn pages(
+    metrics: &Arc<Metrics>,
+    snapshots: watch::Receiver<Snapshot>,
+    objects: watch::Receiver<Arc<Objects>>,
+    shutdown: Shutdown,
+) -> Router {
+    let ready = move |_: &Request| match shutdown.is_ordered() {
+        None => Response::text(StatusCode::OK, "ready\n"),
+        Some(why) => Response::text(StatusCode::SERVICE_UNAVAILABLE, format!("stopping: {why}\n")),
+    };
+    let of = snapshots.clone();
+    let problems = move |_: &Request| Response::json(&problems(&objects.borrow(), &of.borrow()));
+    let served = move |request: &Request| {
+        if !request.peer().ip().to_canonical().is_loopback() {
+            let text = "only shown to this machine: ask 127.0.0.1 or [::1], for example through a port forward\n";
+            return Response::text(StatusCode::FORBIDDEN, text);
+        }
+        let snapshot = snapshots.borrow().clone();
+        Response::stream("application/json", move |out| write_served(&snapshot, out))
+    };
+    metrics
+        .pages(Router::new())
+        .get("/healthz", |_| Response::text(StatusCode::OK, "ok\n"))
+        .get("/readyz", ready)
+        .get("/debug/problems", problems)
+        .get("/debug/resources", served)
+}
+
+fn problems(objects: &Objects, snapshot: &Snapshot) -> Value {
+    let files = objects.problems().iter().map(|p| {
+        json!({
+            "file": p.file.display().to_string(), "line": p.line,
+            "object": p.object.as_ref().map(ToString::to_string), "reason": p.reason,
+        })
+    });
+    let of_objects =
+        snapshot.problems.iter().map(|(object, reason)| json!({"object": object.to_string(), "reason": &**reason}));
+    Value::Array(files.chain(of_objects).collect())
+}
+
+/// One resource at a time, so that a large mesh costs no memory.
+fn write_served(snapshot: &Snapshot, out: &mut Chunks) -> io::Result<()> {
+    write!(out, "{{\n\"generation\": {},\n\"resources\": [", snapshot.generation)?;
+    let all = [Set::Addresses, Set::Authorizations].into_iter().flat_map(|set| snapshot.all(set));
+    for (index, resource) in all.enumerate() {
+        write!(out, "{}\n{}", if index == 0 { "" } else { "," }, describe(resource))?;
+    }
+    writeln!(out, "\n]\n}}")
+}
+
+fn describe(resource: &Resource) -> Value {
+    let mut value = match resource.decode() {
+        Some(Decoded::Workload(w)) => json!({"workload": workload(&w)}),
+        Some(Decoded::Service(s)) => json!({"service": service(&s)}),
+        Some(Decoded::Authorization(a)) => json!({"authorization": format!("{a:?}")}),
+        None => json!({"broken": true}),
+    };
+    value["name"] = json!(*resource.name);
+    value["version"] = json!(resource.version_text());
+    value["aliases"] = resource.aliases.iter().map(|a| json!(**a)).collect();
+    value
+}
+
+fn workload(w: &wire::Workload) -> Value {
+    let services = w.services.iter().map(|(key, list)| (key.clone(), ports(&list.ports)));
+    json!({
+        "uid": w.uid, "name": w.name, "namespace": w.namespace, "network": w.network, "node": w.node,
+        "addresses": w.addresses.iter().map(|a| address(a)).collect::<Vec<_>>(),
+        "protocol": w.tunnel_protocol().as_str_name(), "nativeTunnel": w.native_tunnel,
+        "status": w.status().as_str_name(), "networkMode": w.network_mode().as_str_name(),
+        "trustDomain": w.trust_domain, "serviceAccount": w.service_account, "clusterId": w.cluster_id,
+        "canonicalName": w.canonical_name, "canonicalRevision": w.canonical_revision, "workloadName": w.workload_name,
+        "locality": w.locality.as_ref().map(|l| [&l.region, &l.zone, &l.subzone]),
+        "services": services.collect::<serde_json::Map<_, _>>(), "authorizationPolicies": w.authorization_policies,
+    })
+}
+
+fn service(s: &wire::Service) -> Value {
+    let balancing = s.load_balancing.as_ref().map(|l| {
+        json!({
+            "mode": l.mode().as_str_name(), "healthPolicy": l.health_policy().as_str_name(),
+            "routingPreference": l.routing_preference().map(|s| s.as_str_name()).collect::<Vec<_>>(),
+        })
+    });
+    json!({
+        "name": s.name, "namespace": s.namespace, "hostname": s.hostname,
+        "addresses": s.addresses.iter().map(|a| format!("{}/{}", a.network, address(&a.address))).collect::<Vec<_>>(),
+        "ports": ports(&s.ports), "ipFamilies": s.ip_families().as_str_name(), "canonical": s.canonical,
+        "loadBalancing": balancing,
+    })
+}
+
+/// Service port → target port; 0 is as each workload says.
+fn ports(ports: &[wire::Port]) -> Value {
+    ports.iter().map(|p| (p.service_port.to_string(), json!(p.target_port))).collect::<serde_json::Map<_, _>>().into()
+}
+
+fn address(bytes: &[u8]) -> String {
+    match *bytes {
+        [a, b, c, d] => std::net::Ipv4Addr::new(a, b, c, d).to_string(),
+        _ => <[u8; 16]>::try_from(bytes).map_or_else(|_| "?".into(), |b| std::net::Ipv6Addr::from(b).to_string()),
+    }
+}

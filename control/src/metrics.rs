@@ -1,0 +1,188 @@
+//! What the control plane counts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use tokio::sync::watch;
+use ztunnel::manifests::Objects;
+use ztunnel::telemetry::metrics::Metrics as Registry;
+
+use crate::ca::Ca;
+use crate::model::{Set, Snapshot};
+
+/// Counters, shared by all parts.
+#[derive(Debug)]
+pub struct Metrics {
+    streams: AtomicI64,
+    connections: AtomicI64,
+    responses: ByLabel,
+    resources: ByLabel,
+    nacks: ByLabel,
+    streams_refused: ByLabel,
+    streams_ended: ByLabel,
+    push: Histogram,
+    signed: Histogram,
+    certificates_refused: ByLabel,
+    handshakes_failed: ByLabel,
+}
+
+type ByLabel = Family<[(&'static str, &'static str); 1], Counter>;
+
+/// Counts something that is open for as long as it lives.
+#[derive(Debug)]
+pub struct Open {
+    metrics: Arc<Metrics>,
+    gauge: fn(&Metrics) -> &AtomicI64,
+}
+
+impl Metrics {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self {
+            streams: AtomicI64::new(0),
+            connections: AtomicI64::new(0),
+            responses: Family::default(),
+            resources: Family::default(),
+            nacks: Family::default(),
+            streams_refused: Family::default(),
+            streams_ended: Family::default(),
+            push: Histogram::new([0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0]),
+            signed: Histogram::new([0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0]),
+            certificates_refused: Family::default(),
+            handshakes_failed: Family::default(),
+        })
+    }
+
+    pub fn stream(self: &Arc<Self>) -> Open {
+        Open::new(self, |m| &m.streams)
+    }
+
+    pub fn connection(self: &Arc<Self>) -> Open {
+        Open::new(self, |m| &m.connections)
+    }
+
+    /// A response of discovery.
+    pub fn response(&self, kind: &'static str, resources: usize) {
+        self.responses.get_or_create(&[("type", kind)]).inc();
+        self.resources.get_or_create(&[("type", kind)]).inc_by(resources as u64);
+    }
+
+    pub fn nack(&self, kind: &'static str) {
+        self.nacks.get_or_create(&[("type", kind)]).inc();
+    }
+
+    pub fn stream_refused(&self, reason: &'static str) {
+        self.streams_refused.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    pub fn stream_ended(&self, reason: &'static str) {
+        self.streams_ended.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    /// From a change of the model to its last byte on the way to a node.
+    pub fn pushed(&self, after: Duration) {
+        self.push.observe(after.as_secs_f64());
+    }
+
+    pub fn signed(&self, after: Duration) {
+        self.signed.observe(after.as_secs_f64());
+    }
+
+    pub fn certificate_refused(&self, reason: &'static str) {
+        self.certificates_refused.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    #[cfg(test)]
+    pub fn refusals(&self, reason: &'static str) -> u64 {
+        self.certificates_refused.get_or_create(&[("reason", reason)]).get()
+    }
+
+    pub fn handshake_failed(&self, reason: &'static str) {
+        self.handshakes_failed.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    /// Puts all that can be scraped into a registry.
+    pub fn register(
+        self: &Arc<Self>,
+        registry: &Registry,
+        ca: Arc<Ca>,
+        snapshots: watch::Receiver<Snapshot>,
+        objects: watch::Receiver<Arc<Objects>>,
+    ) {
+        let of = self.clone();
+        registry.gauge("understory_xds_streams", "Open discovery streams", move || read(&of.streams));
+        let of = self.clone();
+        registry.gauge("understory_control_connections", "Open TLS connections", move || read(&of.connections));
+        registry.register("understory_xds_responses", "Discovery responses sent", self.responses.clone());
+        registry.register("understory_xds_resources", "Resources sent in them", self.resources.clone());
+        registry.register("understory_xds_nacks", "Responses that a proxy could not use whole", self.nacks.clone());
+        registry.register("understory_xds_refused", "Discovery streams refused", self.streams_refused.clone());
+        registry.register("understory_xds_ended", "Discovery streams ended by us", self.streams_ended.clone());
+        registry.register(
+            "understory_xds_push_seconds",
+            "From a change to its last response queued for a node",
+            self.push.clone(),
+        );
+        registry.register(
+            "understory_ca_signing_seconds",
+            "Certificates signed, and how long each took",
+            self.signed.clone(),
+        );
+        registry.register(
+            "understory_ca_refused",
+            "Requests for certificates refused",
+            self.certificates_refused.clone(),
+        );
+        registry.register(
+            "understory_control_handshakes_failed",
+            "TLS handshakes that did not come to a connection",
+            self.handshakes_failed.clone(),
+        );
+        registry.gauge("understory_ca_root_days_left", "Days until the root ends", move || {
+            ca.not_after().duration_since(SystemTime::now()).unwrap_or_default().as_secs_f64() / 86400.0
+        });
+        let of = snapshots.clone();
+        registry.gauges("understory_resources", "Resources served", move |samples| {
+            let snapshot = of.borrow().clone();
+            for (kind, count) in snapshot.counts() {
+                samples.add(&[("kind", kind)], count as f64);
+            }
+        });
+        let (of, objects_of) = (snapshots.clone(), objects.clone());
+        registry.gauges("understory_manifest_problems", "What is wrong with manifests", move |samples| {
+            samples.add(&[("in", "files")], objects_of.borrow().problems().len() as f64);
+            samples.add(&[("in", "objects")], of.borrow().problems.len() as f64);
+        });
+    }
+}
+
+impl Open {
+    fn new(metrics: &Arc<Metrics>, gauge: fn(&Metrics) -> &AtomicI64) -> Self {
+        gauge(metrics).fetch_add(1, Ordering::Relaxed);
+        Self { metrics: metrics.clone(), gauge }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        (self.gauge)(&self.metrics).fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Set {
+    /// For metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Addresses => "address",
+            Self::Workloads => "workload",
+            Self::Authorizations => "authorization",
+        }
+    }
+}
+
+fn read(gauge: &AtomicI64) -> f64 {
+    gauge.load(Ordering::Relaxed) as f64
+}

@@ -1,0 +1,191 @@
+//! The port that nodes connect to: TLS with a certificate of our own authority, renewed by itself.
+//!
+//! Must never let handshakes, finished or not, pile up: they are bounded in number and in time.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use rustls::ServerConfig;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tonic::transport::server::Connected;
+use ztunnel::identity::ALPN_H2;
+
+use crate::ca::{Ca, CaError};
+use crate::metrics::{Metrics, Open};
+
+/// The certificate that is shown to nodes.
+#[derive(Debug)]
+pub struct Serving {
+    ca: Arc<Ca>,
+    names: Vec<String>,
+    current: ArcSwap<CertifiedKey>,
+}
+
+/// A TLS connection as tonic wants it.
+pub struct Secured {
+    stream: TlsStream<TcpStream>,
+    peer: SocketAddr,
+    _slot: OwnedSemaphorePermit,
+    _open: Open,
+}
+
+/// Where a request comes from, for the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer(pub SocketAddr);
+
+impl Serving {
+    pub fn new(ca: Arc<Ca>, names: Vec<String>) -> Result<Arc<Self>, CaError> {
+        let first = certified(&ca, &names)?;
+        Ok(Arc::new(Self { ca, names, current: ArcSwap::new(first) }))
+    }
+
+    /// Puts a fresh certificate in place; connections keep what they have.
+    pub fn renew(&self) -> Result<(), CaError> {
+        self.current.store(certified(&self.ca, &self.names)?);
+        Ok(())
+    }
+
+    /// TLS 1.2 and 1.3, HTTP/2, no client certificate.
+    pub fn config(self: &Arc<Self>) -> Result<Arc<ServerConfig>, rustls::Error> {
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let mut config = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])?
+            .with_no_client_auth()
+            .with_cert_resolver(self.clone());
+        config.alpn_protocols = vec![ALPN_H2.to_vec()];
+        Ok(Arc::new(config))
+    }
+}
+
+impl ResolvesServerCert for Serving {
+    /// One certificate, whatever name is asked for: it holds all of ours.
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.current.load_full())
+    }
+}
+
+fn certified(ca: &Ca, names: &[String]) -> Result<Arc<CertifiedKey>, CaError> {
+    let (chain, key) = ca.serving(names, SERVING_LIFETIME)?;
+    Ok(Arc::new(CertifiedKey::new(chain, Arc::new(key))))
+}
+
+/// Listens. `[::]` means IPv4 too, and falls back to `0.0.0.0` where there is no IPv6.
+pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let bind = |address: SocketAddr| {
+        let socket = if address.is_ipv6() { TcpSocket::new_v6() } else { TcpSocket::new_v4() }?;
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    match bind(address) {
+        Err(e) if address.ip().is_unspecified() && address.is_ipv6() && is_without_ipv6(&e) => {
+            bind((Ipv4Addr::UNSPECIFIED, address.port()).into())
+        }
+        other => other,
+    }
+}
+
+/// Accepts for as long as somebody takes what is accepted.
+pub async fn accept(
+    listener: TcpListener,
+    config: Arc<ServerConfig>,
+    metrics: Arc<Metrics>,
+    ready: mpsc::Sender<io::Result<Secured>>,
+) {
+    let acceptor = TlsAcceptor::from(config);
+    let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        // Neither semaphore is ever closed. Who finds them empty waits in the listen queue.
+        let Ok(slot) = connections.clone().acquire_owned().await else { return };
+        let Ok(handshake) = handshakes.clone().acquire_owned().await else { return };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = ready.closed() => return,
+        };
+        let (socket, peer) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                // Mostly: no descriptors left.
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+        let (acceptor, metrics, ready) = (acceptor.clone(), metrics.clone(), ready.clone());
+        tokio::spawn(async move {
+            // Without the delay of small packets: a push is small and awaited.
+            let _ = socket.set_nodelay(true);
+            let done = tokio::time::timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)).await;
+            drop(handshake);
+            match done {
+                Ok(Ok(stream)) => {
+                    let _open = metrics.connection();
+                    let _ = ready.send(Ok(Secured { stream, peer, _slot: slot, _open })).await;
+                }
+                Ok(Err(error)) => {
+                    metrics.handshake_failed("tls");
+                    tracing::debug!(%peer, %error, "a TLS handshake failed");
+                }
+                Err(_) => {
+                    metrics.handshake_failed("timeout");
+                    tracing::debug!(%peer, limit = ?HANDSHAKE_LIMIT, "a TLS handshake took too long");
+                }
+            }
+        });
+    }
+}
+
+impl Connected for Secured {
+    type ConnectInfo = Peer;
+
+    fn connect_info(&self) -> Peer {
+        Peer(self.peer)
+    }
+}
+
+impl AsyncRead for Secured {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Secured {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+fn is_without_ipv6(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()))
+}
+
+/// Renewed at half of it.
+pub const SERVING_LIFETIME: Duration = Duration::from_secs(24 * 3600);
+const BACKLOG: u32 = 1024;
+const MAX_HANDSHAKES: usize = 256;
+/// A cluster's nodes and waypoints, some times over.
+const MAX_CONNECTIONS: usize = 20_000;
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

@@ -1,0 +1,67 @@
+//! Delta discovery: each stream is told what it asks for, and then what changes of it.
+//!
+//! Must never let a slow node slow another: a stream looks at the newest snapshot when it can send again, and what it
+//! missed in between costs nothing.
+
+mod node;
+mod session;
+mod subscription;
+#[cfg(test)]
+mod tests;
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use ztunnel::lifecycle::Shutdown;
+use ztunnel::proto::discovery::aggregated_discovery_service_server::AggregatedDiscoveryService;
+use ztunnel::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
+
+use crate::limits::Hush;
+use crate::metrics::Metrics;
+use crate::model::Snapshot;
+use crate::tls::Peer;
+use crate::tokens::Tokens;
+use session::Session;
+
+/// The discovery service.
+pub struct Discovery {
+    pub snapshots: watch::Receiver<Snapshot>,
+    pub tokens: Arc<Tokens>,
+    pub metrics: Arc<Metrics>,
+    /// Ends all streams, so that their nodes go to another replica.
+    pub shutdown: Shutdown,
+    pub hush: Hush,
+}
+
+#[tonic::async_trait]
+impl AggregatedDiscoveryService for Discovery {
+    type DeltaAggregatedResourcesStream =
+        Pin<Box<dyn Stream<Item = Result<DeltaDiscoveryResponse, Status>> + Send + 'static>>;
+
+    async fn delta_aggregated_resources(
+        &self,
+        request: Request<Streaming<DeltaDiscoveryRequest>>,
+    ) -> Result<Response<Self::DeltaAggregatedResourcesStream>, Status> {
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let caller = self.tokens.caller(request.metadata()).map_err(|error| {
+            self.metrics.stream_refused(error.label());
+            // From outside the mesh's own: they must not fill the log.
+            if self.hush.speak() {
+                tracing::warn!(peer = peer.map(tracing::field::display), reason = %error, "refused a discovery stream");
+            }
+            Status::from(error)
+        })?;
+        let (send, queue) = mpsc::channel(QUEUE);
+        let session = Session::new(caller, peer, self.snapshots.clone(), send, self.metrics.clone());
+        // Ends with its stream, or by the order to stop.
+        tokio::spawn(session.run(request.into_inner(), self.shutdown.clone()));
+        Ok(Response::new(Box::pin(ReceiverStream::new(queue))))
+    }
+}
+
+/// Responses that may wait for a slow node, beside the one that is being sent.
+const QUEUE: usize = 1;

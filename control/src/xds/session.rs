@@ -1,0 +1,246 @@
+//! One stream: its requests, the changes it must hear of, and responses of bounded size.
+//!
+//! Must never queue for a node that does not read: while it waits, nothing is prepared for it.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::{mpsc, watch};
+use tonic::{Status, Streaming};
+use ztunnel::lifecycle::Shutdown;
+use ztunnel::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
+
+use super::node::Proxy;
+use super::subscription::{Answer, Subscription};
+use crate::metrics::{Metrics, Open};
+use crate::model::{Set, Snapshot};
+use crate::tokens::Caller;
+
+pub(super) struct Session {
+    caller: Caller,
+    peer: Option<SocketAddr>,
+    snapshots: watch::Receiver<Snapshot>,
+    send: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
+    metrics: Arc<Metrics>,
+    nonce: u64,
+    _open: Open,
+}
+
+/// Why a stream ends.
+enum End {
+    /// The peer closed it, or the connection is gone.
+    Peer,
+    /// By us, for this reason.
+    Told(&'static str, Status),
+    /// By us, in good order: the peer finds another replica.
+    Stopping,
+}
+
+impl Session {
+    pub fn new(
+        caller: Caller,
+        peer: Option<SocketAddr>,
+        snapshots: watch::Receiver<Snapshot>,
+        send: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let _open = metrics.stream();
+        Self { caller, peer, snapshots, send, metrics, nonce: 0, _open }
+    }
+
+    pub async fn run(mut self, mut requests: Streaming<DeltaDiscoveryRequest>, shutdown: Shutdown) {
+        let end = tokio::select! {
+            end = self.serve(&mut requests) => end,
+            _ = shutdown.ordered() => End::Stopping,
+        };
+        let account = self.caller.account();
+        let peer = self.peer.map(tracing::field::display);
+        match end {
+            End::Peer => tracing::debug!(account, peer, "discovery stream ended by its peer"),
+            End::Stopping => tracing::debug!(account, peer, "discovery stream ended, its peer may come again"),
+            End::Told(label, status) => {
+                self.metrics.stream_ended(label);
+                tracing::warn!(account, peer, reason = status.message(), "discovery stream ended by us");
+                // Who does not read does not hear this either.
+                let _ = self.send.try_send(Err(status));
+            }
+        }
+    }
+
+    async fn serve(&mut self, requests: &mut Streaming<DeltaDiscoveryRequest>) -> End {
+        let first = match tokio::time::timeout(FIRST_REQUEST, requests.message()).await {
+            Ok(Ok(Some(first))) => first,
+            Ok(_) => return End::Peer,
+            Err(_) => {
+                let text = format!("no request came within {FIRST_REQUEST:?}");
+                return End::Told("silent", Status::deadline_exceeded(text));
+            }
+        };
+        let proxy = match Proxy::check(first.node.as_ref(), &self.caller) {
+            Ok(proxy) => proxy,
+            Err(error) => {
+                self.metrics.stream_refused(error.label());
+                return End::Told(error.label(), error.into());
+            }
+        };
+        let peer = self.peer.map(tracing::field::display);
+        tracing::info!(node = proxy.node, pod = proxy.pod, kind = proxy.kind, peer, "discovery stream is open");
+        let mut subscriptions = BTreeMap::new();
+        let mut snapshots = self.snapshots.clone();
+        let mut request = Some(first);
+        loop {
+            if let Some(request) = request.take()
+                && let Err(end) = self.take(&proxy, &mut subscriptions, request).await
+            {
+                return end;
+            }
+            tokio::select! {
+                // Changes first: a request is answered from what the stream was told last.
+                biased;
+                changed = snapshots.changed() => {
+                    if changed.is_err() {
+                        return End::Stopping;
+                    }
+                    let newer = snapshots.borrow_and_update().clone();
+                    if let Err(end) = self.push(&proxy, &mut subscriptions, &newer).await {
+                        return end;
+                    }
+                }
+                next = requests.message() => match next {
+                    Ok(Some(next)) => request = Some(next),
+                    Ok(None) => return End::Peer,
+                    Err(status) => {
+                        tracing::debug!(node = proxy.node, reason = status.message(), "a discovery stream broke");
+                        return End::Peer;
+                    }
+                },
+            }
+        }
+    }
+
+    async fn take(
+        &mut self,
+        proxy: &Proxy,
+        subscriptions: &mut BTreeMap<Set, Subscription>,
+        request: DeltaDiscoveryRequest,
+    ) -> Result<(), End> {
+        let set = Set::from_type_url(&request.type_url);
+        if let Some(error) = &request.error_detail {
+            let kind = set.map_or("unknown", Set::label);
+            self.metrics.nack(kind);
+            let reason: String = error.message.chars().take(MAX_REASON).collect();
+            tracing::warn!(node = proxy.node, pod = proxy.pod, kind, reason, "a proxy cannot use what it was sent");
+        }
+        let Some(set) = set else {
+            // Nothing of that type is ours to give; who waits for an answer gets one.
+            if request.response_nonce.is_empty() {
+                let type_url = request.type_url.chars().take(MAX_REASON).collect();
+                return self.respond(proxy, "unknown", type_url, Vec::new(), Vec::new(), false).await;
+            }
+            return Ok(());
+        };
+        let too_much =
+            |e: super::subscription::TooMuch| End::Told("too_much", Status::resource_exhausted(e.to_string()));
+        let answer = match subscriptions.get_mut(&set) {
+            Some(subscription) => subscription.take(&request).map_err(too_much)?,
+            None => {
+                let current = self.snapshots.borrow().clone();
+                let (opened, answer) = Subscription::open(set, request, &current, &proxy.node).map_err(too_much)?;
+                subscriptions.insert(set, opened);
+                Some(answer)
+            }
+        };
+        match answer {
+            Some(answer) => self.send_all(proxy, set, answer).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn push(
+        &mut self,
+        proxy: &Proxy,
+        subscriptions: &mut BTreeMap<Set, Subscription>,
+        newer: &Snapshot,
+    ) -> Result<(), End> {
+        let mut told = false;
+        for (set, subscription) in subscriptions.iter_mut() {
+            if let Some(answer) = subscription.push(newer) {
+                told = true;
+                self.send_all(proxy, *set, answer).await?;
+            }
+        }
+        if let (true, Some(published)) = (told, newer.published) {
+            self.metrics.pushed(published.elapsed());
+        }
+        Ok(())
+    }
+
+    /// Sends an answer in messages of bounded size, each made only when there is room for it; removals go last.
+    async fn send_all(&mut self, proxy: &Proxy, set: Set, answer: Answer) -> Result<(), End> {
+        let url = || set.type_url().to_owned();
+        let Answer { resources, removed, aliases } = answer;
+        let (mut part, mut size) = (Vec::new(), 0);
+        for resource in resources {
+            let len = resource.wire_len();
+            if size + len > MAX_MESSAGE && !part.is_empty() {
+                self.respond(proxy, set.label(), url(), std::mem::take(&mut part), Vec::new(), true).await?;
+                size = 0;
+            }
+            size += len;
+            part.push(resource.to_wire(set, aliases));
+        }
+        let mut removed = removed;
+        while removed.len() > MAX_REMOVED {
+            let some = removed.split_off(removed.len() - MAX_REMOVED);
+            self.respond(proxy, set.label(), url(), std::mem::take(&mut part), some, true).await?;
+        }
+        self.respond(proxy, set.label(), url(), part, removed, false).await
+    }
+
+    async fn respond(
+        &mut self,
+        proxy: &Proxy,
+        kind: &'static str,
+        type_url: String,
+        resources: Vec<ztunnel::proto::discovery::Resource>,
+        removed_resources: Vec<String>,
+        more: bool,
+    ) -> Result<(), End> {
+        self.nonce += 1;
+        let started = Instant::now();
+        let sent = tokio::time::timeout(SEND_LIMIT, self.send.reserve()).await;
+        let permit = match sent {
+            Ok(Ok(permit)) => permit,
+            Ok(Err(_)) => return Err(End::Peer),
+            Err(_) => {
+                let text = format!("{} has not read for {:?}", proxy.pod, started.elapsed());
+                return Err(End::Told("slow", Status::deadline_exceeded(text)));
+            }
+        };
+        self.metrics.response(kind, resources.len());
+        permit.send(Ok(DeltaDiscoveryResponse {
+            // Free text on the wire; ours tells whether the answer goes on in the next message.
+            system_version_info: if more { MORE.to_owned() } else { String::new() },
+            resources,
+            type_url,
+            nonce: self.nonce.to_string(),
+            removed_resources,
+        }));
+        Ok(())
+    }
+}
+
+/// Bytes of resources in one response: well under gRPC's usual limit of 4 MB.
+pub(super) const MAX_MESSAGE: usize = 2_900_000;
+/// Names of removed resources in one response.
+const MAX_REMOVED: usize = 20_000;
+/// A stream on which nothing is asked for so long is ended.
+const FIRST_REQUEST: Duration = Duration::from_secs(30);
+/// A node that does not read for so long is disconnected: it comes again and compares.
+const SEND_LIMIT: Duration = Duration::from_secs(60);
+/// Characters of a peer's text in a log line.
+const MAX_REASON: usize = 1000;
+/// `system_version_info` of a response that is not the last of its answer.
+const MORE: &str = "more";

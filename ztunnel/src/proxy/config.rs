@@ -101,10 +101,12 @@ pub struct MeshSettings {
     /// Network of the node. Default: the unnamed one.
     #[arg(long, env = "NETWORK", value_name = "NETWORK", default_value = "")]
     pub network: String,
-    /// DNS suffix of the cluster's services. Default cluster.local.
+    /// DNS suffix of the cluster's services. Checked and shown in the dump; services come with their full names.
+    /// Default cluster.local.
     #[arg(long, env = "CLUSTER_DOMAIN", value_name = "CLUSTER_DOMAIN", default_value = "cluster.local", value_parser = hostname)]
     pub cluster_domain: String,
-    /// Trust domain of the proxy's own identity. Default cluster.local.
+    /// Trust domain of the mesh. Checked and shown in the dump; identities come with the workloads' records. Default
+    /// cluster.local.
     #[arg(long, env = "TRUST_DOMAIN", value_name = "TRUST_DOMAIN", default_value = "cluster.local", value_parser = values::trust_domain)]
     #[serde(serialize_with = "values::display")]
     pub trust_domain: TrustDomain,
@@ -307,9 +309,6 @@ pub struct LimitArgs {
     /// HTTP/2: window that a stream starts with. Default 256Ki.
     #[arg(long, env = "HTTP2_STREAM_WINDOW_SIZE", value_name = "HTTP2_STREAM_WINDOW_SIZE", default_value = "256Ki", value_parser = size)]
     pub stream_window: Bytes,
-    /// HTTP/2: what a stream's window may grow to while its reader keeps up. Default 4Mi.
-    #[arg(long, env = "HTTP2_STREAM_WINDOW_MAX", value_name = "HTTP2_STREAM_WINDOW_MAX", default_value = "4Mi", value_parser = size)]
-    pub stream_window_max: Bytes,
     /// HTTP/2: window of the whole tunnel. Default: so much that the streams' windows are the limit.
     #[arg(long, env = "HTTP2_CONNECTION_WINDOW_SIZE", value_name = "HTTP2_CONNECTION_WINDOW_SIZE", value_parser = size)]
     pub connection_window: Option<Bytes>,
@@ -328,12 +327,6 @@ pub struct LimitArgs {
         value_parser = number
     )]
     pub pool_max_streams: u32,
-    /// Smallest buffer of a relayed connection. Default 4Ki.
-    #[arg(long, env = "RELAY_BUFFER_MIN", value_name = "RELAY_BUFFER_MIN", default_value = "4Ki", value_parser = size)]
-    pub relay_buffer_min: Bytes,
-    /// What a relayed connection's buffer may grow to while it is busy. Default 256Ki.
-    #[arg(long, env = "RELAY_BUFFER_MAX", value_name = "RELAY_BUFFER_MAX", default_value = "256Ki", value_parser = size)]
-    pub relay_buffer_max: Bytes,
 }
 
 /// Bounds; see [`LimitArgs`] for what each is. Sizes are bytes.
@@ -341,13 +334,10 @@ pub struct LimitArgs {
 #[serde(rename_all = "camelCase")]
 pub struct Limits {
     pub stream_window: u32,
-    pub stream_window_max: u32,
     pub connection_window: u32,
     pub frame_size: u32,
     pub max_streams: u32,
     pub pool_max_streams: u32,
-    pub relay_buffer_min: usize,
-    pub relay_buffer_max: usize,
 }
 
 /// Logs and metrics.

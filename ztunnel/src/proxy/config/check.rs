@@ -104,17 +104,9 @@ impl LimitArgs {
             _ => Err(wrong(setting, value, "expected 64Ki to 2Gi-1, the largest window of HTTP/2")),
         };
         let stream_window = window("--stream-window (HTTP2_STREAM_WINDOW_SIZE)", self.stream_window)?;
-        let stream_window_max = window("--stream-window-max (HTTP2_STREAM_WINDOW_MAX)", self.stream_window_max)?;
-        if stream_window_max < stream_window {
-            return Err(wrong(
-                "--stream-window-max (HTTP2_STREAM_WINDOW_MAX)",
-                self.stream_window_max,
-                format!("expected at least --stream-window, which is {}", self.stream_window),
-            ));
-        }
         let connection_window = match self.connection_window {
             Some(bytes) => window("--connection-window (HTTP2_CONNECTION_WINDOW_SIZE)", bytes)?,
-            None => stream_window_max.saturating_mul(self.max_streams).min(MAX_WINDOW),
+            None => stream_window.saturating_mul(self.max_streams.saturating_add(1)).min(MAX_WINDOW),
         };
         if connection_window <= stream_window {
             return Err(wrong(
@@ -130,28 +122,12 @@ impl LimitArgs {
             Ok(bytes @ 16_384..=16_777_215) => bytes,
             _ => return Err(wrong("--frame-size (HTTP2_FRAME_SIZE)", self.frame_size, "expected 16Ki to 16Mi-1")),
         };
-        let buffer = |setting, value: Bytes| match usize::try_from(value.0) {
-            Ok(bytes @ 1024..=0x100_0000) => Ok(bytes),
-            _ => Err(wrong(setting, value, "expected 1Ki to 16Mi")),
-        };
-        let relay_buffer_min = buffer("--relay-buffer-min (RELAY_BUFFER_MIN)", self.relay_buffer_min)?;
-        let relay_buffer_max = buffer("--relay-buffer-max (RELAY_BUFFER_MAX)", self.relay_buffer_max)?;
-        if relay_buffer_max < relay_buffer_min {
-            return Err(wrong(
-                "--relay-buffer-max (RELAY_BUFFER_MAX)",
-                self.relay_buffer_max,
-                format!("expected at least --relay-buffer-min, which is {}", self.relay_buffer_min),
-            ));
-        }
         Ok(Limits {
             stream_window,
-            stream_window_max,
             connection_window,
             frame_size,
             max_streams: self.max_streams,
             pool_max_streams: self.pool_max_streams,
-            relay_buffer_min,
-            relay_buffer_max,
         })
     }
 }

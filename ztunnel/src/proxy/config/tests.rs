@@ -23,7 +23,7 @@ fn defaults_are_those_of_the_field() {
     assert_eq!(config.timeouts.tunnel_idle, Duration::from_secs(300));
     assert_eq!(config.timeouts.drain, Duration::from_secs(5));
     assert_eq!(config.limits.stream_window, 256 << 10);
-    assert_eq!(config.limits.connection_window, 200 * (4 << 20));
+    assert_eq!(config.limits.connection_window, 201 * (256 << 10));
     assert!(config.threads >= 1);
     assert!(!config.control.on_demand);
 }
@@ -45,10 +45,8 @@ fn a_wrong_value_names_the_setting_the_value_and_what_is_right() {
         ("--instance-ip", "here", "INSTANCE_IP", "IP address"),
         ("--trust-domain", "Cluster Local", "TRUST_DOMAIN", "cluster.local"),
         ("--stream-window", "1Ki", "HTTP2_STREAM_WINDOW_SIZE", "64Ki to 2Gi-1"),
-        ("--stream-window-max", "64Ki", "HTTP2_STREAM_WINDOW_MAX", "at least --stream-window, which is 256Ki"),
         ("--connection-window", "256Ki", "HTTP2_CONNECTION_WINDOW_SIZE", "more than --stream-window"),
         ("--frame-size", "1Ki", "HTTP2_FRAME_SIZE", "16Ki to 16Mi-1"),
-        ("--relay-buffer-max", "2Ki", "RELAY_BUFFER_MAX", "at least --relay-buffer-min, which is 4Ki"),
         ("--max-streams", "0", "HBONE_MAX_STREAMS", "from 1"),
         ("--metrics-addr", "[::]:15021", "METRICS_ADDR", "each server needs its own"),
         ("--xds-root-ca", "-----BEGIN CERTIFICATE-----", "XDS_ROOT_CA", "-----END CERTIFICATE-----"),

@@ -38,7 +38,7 @@ impl Metrics {
         let counted = workers.clone();
         self.gauge("tokio_num_workers", "Worker threads", move || counted.len() as f64);
         let counted = workers.clone();
-        self.gauge("tokio_num_alive_tasks", "Tasks that are not done", move || {
+        self.gauge("tokio_num_alive_tasks", "Tasks that are not done, without those of connections", move || {
             counted.iter().map(|worker| worker.metrics().num_alive_tasks() as f64).sum()
         });
         let counted = workers.clone();

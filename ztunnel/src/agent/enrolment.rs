@@ -171,7 +171,11 @@ impl Context {
         };
         match self.proxies.return_listeners(uid).await {
             Some(returned) => {
-                returned.check(netns.cookie(), &self.ports)?;
+                if let Err(foreign) = returned.check(netns.cookie(), &self.ports) {
+                    // Those of a namespace that the pod had before: the proxy gets the new one.
+                    self.proxies.delete(uid).await;
+                    return Err(foreign.into());
+                }
                 Ok(returned)
             }
             None => Err(taken.into()),

@@ -152,6 +152,9 @@ impl Proxies {
     /// Gives the pod to the newest proxy.
     pub async fn add(&self, uid: &str) -> Result<(), OfferError> {
         let proxy = self.newest().ok_or(OfferError::NoProxy)?;
+        if lock(&proxy.taken).contains(uid) {
+            return Ok(());
+        }
         let offer = match self.lock().offers.get(uid) {
             Some(Offered::Pod(offer)) => offer.clone(),
             _ => return Err(OfferError::NotOffered),
@@ -200,7 +203,11 @@ impl Proxies {
     pub async fn return_listeners(&self, uid: &str) -> Option<PodListeners> {
         for proxy in self.all().into_iter().rev() {
             match proxy.session.request(Request::ReturnListeners { uid: uid.to_owned() }).await {
-                Ok(response) if response.listeners.is_some() => return response.listeners,
+                Ok(response) if response.listeners.is_some() => {
+                    // It serves the pod: to give it again would be no news, and undo a drain that is under way.
+                    lock(&proxy.taken).insert(uid.to_owned());
+                    return response.listeners;
+                }
                 Ok(_) | Err(RequestError::NoExtension) => {}
                 Err(error) => debug!(uid, %error, "the proxy has not given the pod's sockets back"),
             }

@@ -126,7 +126,10 @@ fn a_restarted_agent_changes_nothing_for_the_pods_and_gets_the_sockets_back() {
         let _app = pod.dial("10.88.1.1:81").unwrap();
         proxy.accept(&pod, |listeners| &listeners.outbound);
     }
-    assert!(!proxy.events().iter().any(|event| event.starts_with("remove")), "{:?}", proxy.events());
+    // It has kept the pod, and was not even told of it again.
+    let mut events = proxy.events();
+    events.dedup();
+    assert_eq!(events, ["maps", "add a", "maps"]);
 }
 
 #[test]
@@ -151,6 +154,68 @@ fn a_pod_that_lost_its_label_while_no_agent_was_there_leaves_when_one_is() {
     wait("no status is left", || fs::read_dir(ground.folder.join("status")).unwrap().count() == 0);
     wait("no record is left", || fs::read_dir(ground.folder.join("run/pods")).unwrap().count() == 0);
     wait("the proxy has none of them", || !proxy.has(&pod) && !proxy.has(&gone));
+}
+
+#[test]
+fn an_enrolment_that_did_not_get_far_is_undone() {
+    let mut ground = Ground::new("half");
+    ground.label(true);
+    let pod = ground.pod("a");
+    let before = pod.picture();
+    let prepared = |ground: &Ground| {
+        wait("the pod is prepared", || pod.picture().contains("0x539"));
+        ground.wait_state(&pod, "pending");
+    };
+    ground.start_agent();
+    prepared(&ground);
+    ground.label(false);
+    ground.wait_state(&pod, "out");
+    assert_eq!(pod.picture(), before);
+    assert_eq!(ground.status_file(&pod), None);
+
+    // The agent dies with the work half done.
+    ground.label(true);
+    prepared(&ground);
+    ground.stop_agent(true);
+    ground.label(false);
+    ground.start_agent();
+    ground.wait_state(&pod, "out");
+    assert_eq!(pod.picture(), before);
+    assert_eq!(fs::read_dir(ground.folder.join("run/pods")).unwrap().count(), 0);
+
+    // The pod ends before a proxy was ever there.
+    ground.label(true);
+    prepared(&ground);
+    let text = fs::read_to_string(ground.manifests().join("a.yaml")).unwrap();
+    ground.write("a.yaml", &text.replace("phase: Running", "phase: Failed"));
+    ground.wait_state(&pod, "out");
+    assert_eq!(ground.status_file(&pod), None);
+    assert_eq!(pod.picture(), before);
+}
+
+#[test]
+fn a_proxys_own_cgroup_is_exempt_and_the_root_of_all_never() {
+    let mut ground = Ground::new("exempt");
+    ground.label(true);
+    let pod = ground.pod("a");
+    ground.start_agent();
+    {
+        let _proxy = ground::in_cgroup(&ground.cgroup, || ProxyProcess::start(&ground));
+        wait("the proxy is refused", || ground.log().contains("the root of all captured cgroups"));
+        assert_eq!(ground.status(&pod)["state"], "pending");
+        assert_eq!(ground.metric("understory_agent_proxies"), 0.0);
+    }
+    let own = ground.cgroup.join("kubepods/burstable/proxy");
+    fs::create_dir_all(&own).unwrap();
+    let _proxy = ground::in_cgroup(&own, || ProxyProcess::start(&ground));
+    ground.wait_state(&pod, "enrolled");
+    // What a process of the proxy's cgroup opens inside the pod goes straight out.
+    let direct = ground.netns.run(|| TcpListener::bind("10.88.1.1:80").unwrap()).unwrap();
+    ground::in_cgroup(&own, || pod.netns().run(|| TcpStream::connect("10.88.1.1:80").unwrap()).unwrap());
+    direct.accept().unwrap();
+    direct.set_nonblocking(true).unwrap();
+    let _app = pod.dial("10.88.1.1:80").unwrap();
+    assert_eq!(direct.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
 #[test]

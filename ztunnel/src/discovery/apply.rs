@@ -72,6 +72,8 @@ impl Held {
     /// What to tell a new stream that we hold: as much as goes into `limit` bytes, for the server may refuse larger
     /// messages. The rest is sent again, and what of it is not mentioned is stale.
     pub fn versions(&mut self, kind: Kind, limit: usize) -> HashMap<String, String> {
+        // What was stale for the last stream is compared by the server again if it is told now.
+        self.stale.retain(|(of, _)| *of != kind);
         let mut told = HashMap::new();
         let mut rest = Vec::new();
         let mut size = 0;
@@ -254,12 +256,16 @@ fn remove(kind: Kind, name: &str, update: &mut Update<'_>) {
 }
 
 /// Answers the questions of connections that a response on addresses has settled.
-pub fn settle(response: &DeltaDiscoveryResponse, mesh: &Mesh, demand: &Demand) {
-    let resources = &response.resources;
-    let aliases = resources.iter().flat_map(|r| r.aliases.iter().map(String::as_str));
-    let names = resources.iter().map(|r| r.name.as_str());
-    let removed = response.removed_resources.iter().map(String::as_str);
-    demand.applied(&mesh.load(), aliases.chain(names).chain(removed));
+pub fn settle(response: &DeltaDiscoveryResponse, applied: &Applied, mesh: &Mesh, demand: &Demand) {
+    let refused: HashMap<&str, &str> =
+        applied.refused.iter().map(|(n, reason)| (n.as_str(), reason.as_str())).collect();
+    let resources = response.resources.iter().flat_map(|resource| {
+        let reason = refused.get(resource.name.as_str()).copied();
+        let aliases = resource.aliases.iter().map(String::as_str);
+        aliases.chain([resource.name.as_str()]).map(move |name| (name, reason))
+    });
+    let removed = response.removed_resources.iter().map(|name| (name.as_str(), None));
+    demand.applied(&mesh.load(), resources.chain(removed));
 }
 
 /// Bytes of protobuf around a name and a version.

@@ -59,9 +59,14 @@ pub async fn run(control_plane: ControlPlane, discovery: Discovery) {
         if served {
             pause = shortest;
         }
-        let is_new = discovery.shared.ended(end.why, end.error.clone());
         let (setting, address, why) = (control_plane.setting, &control_plane.address, end.why.as_str());
-        match &end.error {
+        let error = end.error.map(|error| match end.why {
+            // It names what was dialled.
+            Termination::ConnectionError => error,
+            _ => format!("discovery at {address}: {error}"),
+        });
+        let is_new = discovery.shared.ended(end.why, error.clone());
+        match &error {
             None => tracing::info!(%address, why, "the discovery stream ends as planned"),
             // Streams end now and then; what matters is whether the next one can be opened.
             Some(reason) if served => tracing::info!(%address, why, reason, "the discovery stream has ended"),
@@ -167,7 +172,7 @@ impl Session<'_> {
         let mesh = &self.discovery.mesh;
         let applied = self.held.apply(kind, response, mesh, self.subscriptions.as_mut());
         if kind == Kind::Address && on_demand {
-            settle(response, mesh, &self.discovery.demand);
+            settle(response, &applied, mesh, &self.discovery.demand);
         }
         if is_first {
             self.answered.push(kind);
@@ -187,8 +192,9 @@ impl Session<'_> {
     /// On demand: asks for what connections need, and gives up what has not been used for long.
     fn ask(&mut self, swept: &mut Instant) -> Result<(), End> {
         let Discovery { demand, mesh, settings, .. } = self.discovery;
-        let names = demand.take_to_ask();
+        let (names, given_up) = demand.take_to_ask();
         let Some(subscriptions) = self.subscriptions.as_mut().filter(|_| !names.is_empty()) else { return Ok(()) };
+        given_up.into_iter().for_each(|name| subscriptions.drop_later(name));
         if swept.elapsed() >= SWEEP.min(settings.forget_after) {
             *swept = Instant::now();
             let (mut unused, used) = demand.forget_unused(settings.forget_after);

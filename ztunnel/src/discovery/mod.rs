@@ -130,56 +130,51 @@ impl Discovery {
         DiscoveryStatus { names, pending_names, ..self.shared.status() }
     }
 
-    /// Sees to it that what can be known of an address is in the model, within a bound.
+    /// Sees to it that what can be known of an address is in the model, within a bound. Takes no lock for one that the
+    /// model has.
     pub async fn need(&self, address: &NetworkAddress) -> Need {
-        if !self.settings.on_demand {
-            return self.need_of_all(address).await;
-        }
-        let key = Key::Address(address.clone());
-        if self.has(&key) {
-            self.demand.touch(&key);
-            return Need::Known;
-        }
-        self.ask(&key, Some(address.address)).await
+        self.find(&Key::Address(address.clone())).await
     }
 
     /// The same for a name: `namespace/hostname` or a workload's uid.
     pub async fn need_name(&self, name: &str) -> Need {
-        let key = Key::Name(name.into());
-        if self.has(&key) {
-            self.demand.touch(&key);
-            return Need::Known;
+        self.find(&Key::Name(name.into())).await
+    }
+
+    async fn find(&self, key: &Key) -> Need {
+        match (self.has(key), self.settings.on_demand) {
+            (true, false) => Need::Known,
+            (true, true) => {
+                self.demand.touch(key);
+                Need::Known
+            }
+            (false, true) => self.ask(key).await,
+            // The model is the answer, once it has been filled.
+            (false, false) if self.is_synced() => Need::Unknown,
+            (false, false) => match tokio::time::timeout(self.settings.wait, self.synced()).await {
+                Ok(()) if self.has(key) => Need::Known,
+                Ok(()) => Need::Unknown,
+                Err(_) => self.away(key),
+            },
         }
-        if self.settings.on_demand { self.ask(&key, None).await } else { Need::Unknown }
     }
 
     fn has(&self, key: &Key) -> bool {
         key.is_in(&self.mesh.load())
     }
 
-    /// In full mode the model is the answer, once it has been filled.
-    async fn need_of_all(&self, address: &NetworkAddress) -> Need {
-        let key = Key::Address(address.clone());
-        let known_or_not = || if self.has(&key) { Need::Known } else { Need::Unknown };
-        if self.is_synced() || tokio::time::timeout(self.settings.wait, self.synced()).await.is_ok() {
-            return known_or_not();
-        }
-        match known_or_not() {
-            Need::Known => Need::Known,
-            _ => self.away(Some(address.address)),
-        }
-    }
-
-    async fn ask(&self, key: &Key, address: Option<IpAddr>) -> Need {
-        let is_connected = self.shared.is_connected();
-        if !is_connected && !self.is_inside(address) {
+    async fn ask(&self, key: &Key) -> Need {
+        let (is_connected, is_inside) = (self.shared.is_connected(), self.is_inside(key));
+        // A control plane that has been away for longer than the bound is not waited for; but a stream is renewed now
+        // and then, and in that moment a name of the mesh must not pass for one outside.
+        let limit = if is_connected || is_inside { self.settings.wait } else { self.settings.wait.min(RENEWAL) };
+        let wait = limit.saturating_sub(self.shared.away_for());
+        if wait.is_zero() && !is_inside {
             return Need::Outside;
         }
-        // A control plane that has been away for longer than the bound is not waited for.
-        let wait = self.settings.wait.saturating_sub(self.shared.away_for());
         let deadline = Instant::now() + wait;
         let (inside, outside) = self.settings.absent_for;
-        let absent_for = match (self.is_inside(address), is_connected) {
+        let absent_for = match (is_inside, is_connected) {
             (false, _) => outside,
             (true, true) => inside,
             (true, false) => Duration::ZERO,
@@ -190,27 +185,37 @@ impl Discovery {
                 return Need::Unreachable(format!("too many destinations are being asked for, {} too", key.wire()));
             }
         };
-        match tokio::time::timeout_at(deadline, answer.wait_for(|a| *a != Answer::Pending)).await {
-            Ok(Ok(answer)) if matches!(*answer, Answer::Absent(_)) => Need::Unknown,
-            Ok(Ok(_)) => Need::Known,
-            Ok(Err(_)) | Err(_) => self.away(address),
+        let answered = tokio::time::timeout_at(deadline, answer.wait_for(|a| *a != Answer::Pending)).await;
+        match answered.as_ref().map(|answer| answer.as_deref()) {
+            Ok(Ok(Answer::Absent(_))) => Need::Unknown,
+            Ok(Ok(Answer::Unusable(_, reason))) => {
+                Need::Unreachable(format!("what the control plane says of {} cannot be used: {reason}", key.wire()))
+            }
+            Ok(Ok(Answer::Known | Answer::Pending)) => Need::Known,
+            Ok(Err(_)) | Err(_) => self.away(key),
         }
     }
 
-    fn is_inside(&self, address: Option<IpAddr>) -> bool {
+    fn is_inside(&self, key: &Key) -> bool {
         let cidrs = &self.settings.cluster_cidrs;
-        address.is_none_or(|ip| cidrs.is_empty() || cidrs.iter().any(|c| c.contains(&ip)))
+        match key {
+            Key::Address(at) => cidrs.is_empty() || cidrs.iter().any(|c| c.contains(&at.address)),
+            Key::Name(_) => true,
+        }
     }
 
     /// What an unknown destination is while the control plane does not answer.
-    fn away(&self, address: Option<IpAddr>) -> Need {
-        if !self.is_inside(address) {
+    fn away(&self, key: &Key) -> Need {
+        if !self.is_inside(key) {
             return Need::Outside;
         }
         let reason = self.shared.status().last_error.unwrap_or_else(|| "no answer yet".into());
         let no_cidrs = self.settings.cluster_cidrs.is_empty();
         let hint = if no_cidrs { " (--cluster-cidrs would tell what is outside the cluster)" } else { "" };
-        let what = address.map(|ip| ip.to_string()).unwrap_or_else(|| "the name".into());
+        let what = match key {
+            Key::Address(at) => at.address.to_string(),
+            Key::Name(name) => name.to_string(),
+        };
         Need::Unreachable(format!("{what} is not known and the control plane does not answer: {reason}{hint}"))
     }
 }
@@ -220,3 +225,6 @@ impl std::fmt::Debug for Discovery {
         f.debug_struct("Discovery").field("settings", &self.settings).finish_non_exhaustive()
     }
 }
+
+/// How long the renewal of a stream takes at most with a control plane that is well.
+const RENEWAL: Duration = Duration::from_millis(200);

@@ -337,3 +337,77 @@ async fn the_control_planes_roots_are_polled_and_a_change_opens_a_new_stream() {
 }
 
 mod needs;
+
+/// What a stream was not told and could not purge any more is no longer doubtful when the next one is told.
+#[tokio::test]
+async fn what_an_earlier_stream_was_not_told_is_compared_by_the_next_and_not_purged() {
+    let mut server = Server::start().await;
+    let quiet = Duration::from_millis(100);
+    let settings = DiscoverySettings { quiet, answer_limit: Duration::from_secs(1), ..settings() };
+    let (_discovery, mesh) = start(&server, settings);
+    let stream = open_with(&mut server, vec![pod("a", "10.0.0.1"), pod("b", "10.0.0.2")]).await;
+    drop(stream);
+    open(&mut server).await.end(Err(Status::resource_exhausted("received message larger than max"))).await;
+    let untold = open(&mut server).await;
+    assert!(untold.first[0].initial_resource_versions.is_empty());
+    drop(untold);
+    let mut stream = open(&mut server).await;
+    assert_eq!(stream.first[0].initial_resource_versions.len(), 2);
+    for kind in Kind::ALL {
+        stream.send(kind, vec![], &[]).await;
+        stream.acked().await;
+    }
+    sleep(quiet + Duration::from_millis(900)).await;
+    assert_eq!(mesh.load().workloads().count(), 2, "unchanged, and therefore not mentioned");
+}
+
+/// B128: servers spread their clients by ending connections now and then.
+#[tokio::test]
+async fn planned_recycling_brings_a_new_stream_and_loses_nothing() {
+    let age = Duration::from_millis(300);
+    let builder = tonic::transport::Server::builder().max_connection_age(age).max_connection_age_grace(age);
+    let mut server = Server::start_with(builder).await;
+    let (discovery, mesh) = start(&server, settings());
+    let mut streams = vec![open_with(&mut server, vec![pod("a", "10.0.0.1")]).await];
+    for _ in 0..2 {
+        streams.push(open_with(&mut server, vec![]).await);
+        assert_eq!(streams.last().unwrap().first[0].initial_resource_versions.len(), 1);
+    }
+    assert_eq!(mesh.load().workloads().count(), 1);
+    assert!(discovery.is_synced());
+}
+
+#[tokio::test]
+async fn a_connection_that_waits_for_the_first_answer_gets_it() {
+    let mut server = Server::start().await;
+    let (discovery, _mesh) = start(&server, settings());
+    let mut stream = open(&mut server).await;
+    let of = discovery.clone();
+    let waiting = tokio::spawn(async move { (of.need(&at("10.0.0.1")).await, of.need_name("shop/none").await) });
+    sleep(WHILE).await;
+    stream.send(Kind::Address, vec![pod("a", "10.0.0.1")], &[]).await;
+    stream.send(Kind::Authorization, vec![], &[]).await;
+    assert_eq!(waiting.await.unwrap(), (Need::Known, Need::Unknown));
+}
+
+#[tokio::test]
+async fn a_refused_token_and_a_foreign_root_are_told_with_the_address() {
+    let mut server = Server::start_tls().await;
+    let backoff = (Duration::from_millis(10), Duration::from_millis(50));
+    let foreign = crate::identity::testing::TestCa::new("foreign").root_pem();
+    let mut control_plane = server.control_plane();
+    let address = control_plane.address.to_string();
+    control_plane.roots = RootSource::Pem(foreign);
+    let settings = DiscoverySettings { backoff, ..settings() };
+    let discovery = Discovery::start(control_plane.clone(), settings.clone(), Mesh::new("node-a"));
+    until("the reason", || discovery.status().last_error.is_some()).await;
+    let error = discovery.status().last_error.unwrap();
+    assert!(error.contains("TLS") && error.contains(&address), "{error}");
+
+    control_plane.roots = RootSource::Pem(server.root_pem());
+    let discovery = Discovery::start(control_plane, settings, Mesh::new("node-a"));
+    open(&mut server).await.end(Err(Status::unauthenticated("request authenticate failure"))).await;
+    until("the reason", || discovery.status().last_error.is_some()).await;
+    let error = discovery.status().last_error.unwrap();
+    assert!(error.contains("request authenticate failure") && error.contains(&address), "{error}");
+}

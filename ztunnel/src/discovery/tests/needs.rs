@@ -251,3 +251,80 @@ async fn names_are_needed_too() {
     assert_eq!(waiting.await.unwrap(), Need::Known);
     assert_eq!(discovery.need_name(&key).await, Need::Known);
 }
+
+#[tokio::test]
+async fn a_record_that_cannot_be_used_refuses_the_connection_with_the_reason() {
+    let mut server = Server::start().await;
+    let (discovery, _mesh) = start(&server, on_demand());
+    let mut stream = open_with(&mut server, vec![]).await;
+    let waiting = need(&discovery, "10.1.0.1");
+    stream.request().await;
+    let garbage = server::Resource::garbage(&service_key("web")).alias("/10.1.0.1");
+    stream.send(Kind::Address, vec![garbage], &[]).await;
+    assert!(stream.request().await.error_detail.is_some());
+    let Need::Unreachable(reason) = waiting.await.unwrap() else { panic!("it is of the mesh") };
+    assert!(reason.contains("/10.1.0.1") && reason.contains("cannot be used"), "{reason}");
+    stream.send(Kind::Address, vec![service("web", "10.1.0.1").alias("/10.1.0.1")], &[]).await;
+    stream.acked().await;
+    assert_eq!(discovery.need(&at("10.1.0.1")).await, Need::Known);
+}
+
+#[tokio::test]
+async fn in_the_moment_of_a_renewal_a_name_of_the_mesh_does_not_pass_for_one_outside() {
+    let mut server = Server::start().await;
+    let (discovery, _mesh) = start(&server, on_demand());
+    let stream = open_with(&mut server, vec![]).await;
+    stream.end(Ok(())).await;
+    until("the end", || !discovery.status().connected).await;
+    let waiting = need(&discovery, "192.0.2.1");
+    let mut stream = open(&mut server).await;
+    stream.send(Kind::Address, vec![service("external", "192.0.2.1")], &[]).await;
+    assert_eq!(waiting.await.unwrap(), Need::Known);
+}
+
+/// Workers are runtimes of their own.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_threads_ask_and_each_name_is_asked_for_once() {
+    let mut server = Server::start().await;
+    let (discovery, _mesh) = start(&server, DiscoverySettings { wait: SOON, ..on_demand() });
+    let mut stream = open_with(&mut server, vec![]).await;
+    let work = move |discovery: Discovery| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut needs = Vec::new();
+            for last in 0..200 {
+                needs.push(discovery.need(&at(&format!("10.1.0.{last}"))).await);
+            }
+            needs
+        })
+    };
+    let threads: Vec<_> = (0..4)
+        .map(|_| {
+            let discovery = discovery.clone();
+            std::thread::spawn(move || work(discovery))
+        })
+        .collect();
+    let mut asked = std::collections::HashSet::new();
+    while asked.len() < 200 {
+        let request = stream.request().await;
+        let (mut resources, mut absent) = (Vec::new(), Vec::new());
+        for name in &request.resource_names_subscribe {
+            assert!(asked.insert(name.clone()), "{name} twice");
+            let ip = name.trim_start_matches('/');
+            let last: u8 = ip.rsplit('.').next().unwrap().parse().unwrap();
+            match last % 2 {
+                0 => resources.push(service(&format!("s{last}"), ip)),
+                _ => absent.push(name.as_str()),
+            }
+        }
+        if !request.resource_names_subscribe.is_empty() {
+            stream.send(Kind::Address, resources, &absent).await;
+        }
+    }
+    for thread in threads {
+        let needs = tokio::task::spawn_blocking(|| thread.join().unwrap()).await.unwrap();
+        for (last, need) in needs.into_iter().enumerate() {
+            assert_eq!(need, if last % 2 == 0 { Need::Known } else { Need::Unknown }, "{last}");
+        }
+    }
+}

@@ -76,10 +76,14 @@ impl AggregatedDiscoveryService for Service {
 
 impl Server {
     pub async fn start() -> Self {
+        Self::start_with(tonic::transport::Server::builder()).await
+    }
+
+    pub async fn start_with(mut builder: tonic::transport::Server) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (send, streams) = mpsc::channel(64);
-        let server = tonic::transport::Server::builder()
+        let server = builder
             .add_service(AggregatedDiscoveryServiceServer::new(Service(send)))
             .serve_with_incoming(TcpListenerStream::new(listener));
         tokio::spawn(server);

@@ -242,7 +242,6 @@ fn a_pod_that_ends_leaves_nothing_on_its_node() {
 }
 
 #[test]
-#[ignore = "not shown to hold yet"]
 fn a_successor_with_the_same_address_is_another_pod() {
     // B04, B96: nothing may be keyed by an address.
     let shop = Shop::in_mesh();

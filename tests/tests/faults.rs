@@ -194,7 +194,6 @@ fn rules_that_somebody_flushes_are_put_back() {
 
 /// B125: the way to the control plane is cut without a RST; the proxy finds out by itself and comes back.
 #[test]
-#[ignore = "not shown to hold yet"]
 fn a_dead_control_stream_is_found_and_opened_again() {
     let shop = Shop::in_mesh();
     let node = shop.mesh().node(0);

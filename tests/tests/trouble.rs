@@ -32,7 +32,6 @@ fn a_pod_without_a_service_account_object_troubles_nobody() {
 
 /// B59: the error names the identity, the node and why; nothing loops hotly.
 #[test]
-#[ignore = "not shown to hold yet"]
 fn a_denied_certificate_closes_the_way_and_says_why() {
     let shop = Shop::outside_mesh_with(MeshOptions {
         trusted_node_account: Some("other/account".to_owned()),

@@ -134,6 +134,9 @@ impl Mesh {
         command.arg("--service-account-key").arg(path("service-account.pub"));
         command.args(["--service-account-issuer", ISSUER, "--token-audience", AUDIENCE]);
         command.args(["--listen", "[::]:15012", "--admin-addr", "[::]:15014", "--server-name", CONTROL_NAME]);
+        if let Some(account) = &self.options.trusted_node_account {
+            command.args(["--trusted-node-account", account]);
+        }
         command.args(&self.options.control_args);
         self.control.start(command);
     }

@@ -3,6 +3,7 @@
 //! Must never drop a good resource because another one in the same response is bad.
 
 use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,7 +11,7 @@ use prost::Message;
 
 use super::demand::{Demand, Key};
 use super::subscriptions::Subscriptions;
-use crate::mesh::{Mesh, Snapshot, Update, convert_service, convert_workload};
+use crate::mesh::{Mesh, NetworkAddress, Snapshot, Unusable, Update, convert_service, convert_workload};
 use crate::policy::convert_policy;
 use crate::proto::discovery::{DeltaDiscoveryResponse, Resource};
 use crate::proto::{security, workload};
@@ -118,6 +119,9 @@ impl Held {
                         // A version that no server has: the next stream sends the resource again.
                         if let Some(version) = self.of(kind).get_mut(&name) {
                             *version = "".into();
+                        }
+                        if kind == Kind::Address {
+                            update.unusable(unusable(resource, name, &reason));
                         }
                         applied.refused.push((resource.name.clone(), reason));
                     }
@@ -246,6 +250,28 @@ fn take(kind: Kind, resource: &Resource, update: &mut Update<'_>) -> Result<Arc<
             Ok(name)
         }
     }
+}
+
+/// What is known of an address resource that cannot be used: as much of its addresses as can be read.
+fn unusable(resource: &Resource, name: Arc<str>, reason: &str) -> Unusable {
+    let decoded = resource.resource.as_ref().and_then(|any| workload::Address::decode(&*any.value).ok());
+    let pairs: Vec<(&str, &[u8])> = match decoded.as_ref().and_then(|a| a.r#type.as_ref()) {
+        Some(workload::address::Type::Workload(wire)) => {
+            wire.addresses.iter().map(|bytes| (wire.network.as_str(), &**bytes)).collect()
+        }
+        Some(workload::address::Type::Service(wire)) => {
+            wire.addresses.iter().map(|a| (a.network.as_str(), &*a.address)).collect()
+        }
+        None => Vec::new(),
+    };
+    let address = |(network, bytes): (&str, &[u8])| {
+        let address: IpAddr = match bytes.len() {
+            4 => <[u8; 4]>::try_from(bytes).ok()?.into(),
+            _ => IpAddr::from(<[u8; 16]>::try_from(bytes).ok()?).to_canonical(),
+        };
+        Some(NetworkAddress { network: network.into(), address })
+    };
+    Unusable { name, addresses: pairs.into_iter().filter_map(address).collect(), reason: reason.to_owned() }
 }
 
 fn remove(kind: Kind, name: &str, update: &mut Update<'_>) {

@@ -128,6 +128,16 @@ async fn a_bad_resource_is_refused_by_name_and_the_good_ones_are_taken() {
     let snapshot = mesh.load_full();
     assert_eq!(snapshot.workloads().map(|w| &*w.name).collect::<Vec<_>>(), ["good"]);
     assert_eq!(discovery.status().refused, 4);
+    // Nobody knows whether these must be protected: what cannot be used is not taken for unknown.
+    for address in ["10.0.0.2", "10.0.0.4"] {
+        assert!(snapshot.unusable_at(&at(address)).is_some(), "{address}");
+    }
+    assert!(snapshot.unusable_at(&at("10.0.0.1")).is_none());
+    stream.send(Kind::Address, vec![pod("legacy", "10.0.0.2")], &["Kubernetes//Pod/shop/other"]).await;
+    stream.acked().await;
+    for address in ["10.0.0.2", "10.0.0.4"] {
+        assert!(mesh.load().unusable_at(&at(address)).is_none(), "{address}");
+    }
 }
 
 #[tokio::test]

@@ -22,7 +22,7 @@ pub use service::{
     CidrVip, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode, Scope, Service, ServicePort, Visibility,
     WeightedWaypoint,
 };
-pub use snapshot::{Applicable, Gateway, Snapshot};
+pub use snapshot::{Applicable, Gateway, Snapshot, Unusable};
 pub use workload::{
     ApplicationTunnel, Destination, GatewayAddress, Locality, NamespacedHostname, NetworkAddress, TunnelProtocol,
     Workload, WorkloadService,
@@ -105,13 +105,19 @@ impl Update<'_> {
         self.snapshot.insert_service(Arc::new(service));
     }
 
+    /// Traffic to these addresses is refused until the resource comes in a form that can be used, or goes.
+    pub fn unusable(&mut self, unusable: Unusable) {
+        self.snapshot.insert_unusable(unusable);
+    }
+
     pub fn policy(&mut self, policy: Policy) {
         self.snapshot.insert_policy(Arc::new(policy));
     }
 
     /// Removes a workload by uid, or else a service by `namespace/hostname`. Whether there was one.
     pub fn remove_address(&mut self, name: &str) -> bool {
-        self.snapshot.remove_workload(name).is_some() || self.snapshot.remove_service(name).is_some()
+        let unusable = self.snapshot.forget_unusable(name);
+        self.snapshot.remove_workload(name).is_some() || self.snapshot.remove_service(name).is_some() || unusable
     }
 
     pub fn remove_policy(&mut self, name: &str) -> bool {

@@ -28,7 +28,20 @@ pub struct Snapshot {
     policies: HashMap<Arc<str>, Arc<Policy>>,
     /// Policies without a selector: of the whole mesh under "", else by namespace.
     scoped: HashMap<Arc<str>, Vec<Arc<Policy>>>,
+    /// Resources that could not be used and of which no earlier version is held, by name and by address.
+    unusable: HashMap<Arc<str>, Arc<Unusable>>,
+    unusable_at: HashMap<NetworkAddress, Vec<Arc<Unusable>>>,
     node: Arc<str>,
+}
+
+/// A workload or service that the control plane has told us of and that we cannot use: nobody knows whether its traffic
+/// must be protected, so none may pass.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unusable {
+    /// Its uid, or `namespace/hostname`.
+    pub name: Arc<str>,
+    pub addresses: Vec<NetworkAddress>,
+    pub reason: String,
 }
 
 /// The policies that a workload's connections are judged by.
@@ -99,6 +112,11 @@ impl Snapshot {
             s.cidr_vips.iter().any(|c| c.network == address.network && c.cidr.contains(&address.address))
         };
         self.by_vip.get(address).into_iter().flatten().chain(self.with_ranges.values().filter(in_range))
+    }
+
+    /// What could not be used and claims this address.
+    pub fn unusable_at(&self, address: &NetworkAddress) -> Option<&Unusable> {
+        self.unusable_at.get(address)?.first().map(|u| &**u)
     }
 
     /// Whether any service has this virtual address, whoever may see it.
@@ -172,7 +190,26 @@ impl Snapshot {
         self.local.values()
     }
 
+    /// Takes note of a resource that cannot be used. An earlier version that is held goes on.
+    pub(super) fn insert_unusable(&mut self, unusable: Unusable) {
+        self.forget_unusable(&unusable.name);
+        let unusable = Arc::new(unusable);
+        for address in &unusable.addresses {
+            self.unusable_at.entry(address.clone()).or_default().push(unusable.clone());
+        }
+        self.unusable.insert(unusable.name.clone(), unusable);
+    }
+
+    pub(super) fn forget_unusable(&mut self, name: &str) -> bool {
+        let Some(unusable) = self.unusable.remove(name) else { return false };
+        for address in &unusable.addresses {
+            forget(&mut self.unusable_at, address, |u| *u.name == *name);
+        }
+        true
+    }
+
     pub(super) fn insert_workload(&mut self, workload: Arc<Workload>) {
+        self.forget_unusable(&workload.uid);
         self.remove_workload(&workload.uid);
         if !workload.host_network {
             for ip in &workload.addresses {
@@ -212,6 +249,7 @@ impl Snapshot {
     }
 
     pub(super) fn insert_service(&mut self, service: Arc<Service>) {
+        self.forget_unusable(&service.key);
         self.remove_service(&service.key);
         for vip in &service.vips {
             self.by_vip.entry(vip.clone()).or_default().push(service.clone());

@@ -55,6 +55,10 @@ pub fn route(
         return Ok(to_workload(workload, address, Some(service)));
     }
     let Some(workload) = mesh.workload_at(&address) else {
+        if let Some(unusable) = mesh.unusable_at(&address) {
+            let text = format!("{} has this address and cannot be used: {}", unusable.name, unusable.reason);
+            return Err(Failure::new(ResponseFlag::Connect, "destination", text));
+        }
         return Ok(Hop { kind: HopKind::Tcp(dialled), workload: None, service: None });
     };
     if let Some(waypoint) = &workload.waypoint
@@ -154,4 +158,65 @@ fn no_waypoint(waypoint: &GatewayAddress, reason: &str) -> Failure {
         Destination::Address(address) => format!("{}/{}", address.network, address.address),
     };
     Failure::new(ResponseFlag::Connect, "destination", format!("waypoint {name} cannot be used: {reason}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::mesh::{Mesh, Unusable, convert_workload};
+    use crate::proto::workload as wire;
+
+    fn mesh() -> Arc<Mesh> {
+        let mesh = Mesh::new("n1");
+        let pods = [
+            ("client", [10, 0, 0, 1], wire::TunnelProtocol::Hbone),
+            ("server", [10, 0, 0, 2], wire::TunnelProtocol::Hbone),
+            ("plain", [10, 0, 0, 3], wire::TunnelProtocol::None),
+        ];
+        mesh.update(|update| {
+            for (name, address, protocol) in pods {
+                let pod = wire::Workload {
+                    uid: name.into(),
+                    name: name.into(),
+                    namespace: "shop".into(),
+                    addresses: vec![address.to_vec().into()],
+                    tunnel_protocol: protocol as i32,
+                    ..Default::default()
+                };
+                let pod = convert_workload(&pod, update.strings()).unwrap();
+                update.workload(pod);
+            }
+        });
+        mesh
+    }
+
+    fn to(mesh: &Mesh, dialled: &str) -> Result<HopKind, Failure> {
+        let mesh = mesh.load();
+        let client = mesh.workload("client").unwrap();
+        route(&mesh, client, dialled.parse().unwrap(), &[], |_| 0).map(|hop| hop.kind)
+    }
+
+    #[test]
+    fn a_peer_that_speaks_hbone_is_reached_by_it_and_others_in_the_clear() {
+        let mesh = mesh();
+        assert!(matches!(to(&mesh, "10.0.0.2:80"), Ok(HopKind::Hbone { tunnel, .. }) if tunnel.port() == 15008));
+        assert!(matches!(to(&mesh, "10.0.0.3:80"), Ok(HopKind::Tcp(_))));
+        assert!(matches!(to(&mesh, "192.0.2.1:80"), Ok(HopKind::Tcp(_))));
+    }
+
+    #[test]
+    fn an_address_whose_record_cannot_be_used_is_refused_and_not_passed() {
+        let mesh = mesh();
+        let at = |address: &str| NetworkAddress { network: "".into(), address: address.parse().unwrap() };
+        let unusable = Unusable { name: "odd".into(), addresses: vec![at("10.0.0.9")], reason: "status".into() };
+        mesh.update(|update| update.unusable(unusable));
+        let failure = to(&mesh, "10.0.0.9:80").unwrap_err();
+        assert!(failure.text.contains("odd") && failure.text.contains("status"), "{}", failure.text);
+        // A record that is held goes on, whatever else claims its address.
+        let other = Unusable { name: "other".into(), addresses: vec![at("10.0.0.2")], reason: "status".into() };
+        mesh.update(|update| update.unusable(other));
+        assert!(matches!(to(&mesh, "10.0.0.2:80"), Ok(HopKind::Hbone { .. })));
+    }
 }

@@ -12,7 +12,7 @@ use prost::Message;
 use super::demand::{Demand, Key};
 use super::subscriptions::Subscriptions;
 use crate::mesh::{Mesh, NetworkAddress, Snapshot, Unusable, Update, convert_service, convert_workload};
-use crate::policy::convert_policy;
+use crate::policy::{convert_policy, stand_in};
 use crate::proto::discovery::{DeltaDiscoveryResponse, Resource};
 use crate::proto::{security, workload};
 
@@ -116,10 +116,9 @@ impl Held {
                     Err(reason) => {
                         let name: Arc<str> = resource.name.as_str().into();
                         self.mentioned(kind, &name);
-                        // A version that no server has: the next stream sends the resource again.
-                        if let Some(version) = self.of(kind).get_mut(&name) {
-                            *version = "".into();
-                        }
+                        // With a version that no server has: the next stream sends the resource again, or says that it
+                        // is gone.
+                        self.of(kind).insert(name.clone(), "".into());
                         if kind == Kind::Address {
                             update.unusable(unusable(resource, name, &reason));
                         }
@@ -243,8 +242,18 @@ fn take(kind: Kind, resource: &Resource, update: &mut Update<'_>) -> Result<Arc<
         }
         Kind::Authorization => {
             let wire = security::Authorization::decode(&*any.value).map_err(|e| e.to_string())?;
-            let policy = convert_policy(&wire).map_err(|e| e.to_string())?;
-            same_name(&policy.key)?;
+            same_name(&format!("{}/{}", wire.namespace, wire.name))?;
+            let policy = match convert_policy(&wire) {
+                Ok(policy) => policy,
+                Err(error) => {
+                    // A policy of a namespace or of the mesh is named by no workload: without a stand-in nobody would
+                    // miss it. An earlier version that is held goes on.
+                    if !update.snapshot().has_policy(&resource.name) {
+                        update.policy(stand_in(&wire, &error.to_string()));
+                    }
+                    return Err(error.to_string());
+                }
+            };
             let name = policy.key.clone();
             update.policy(policy);
             Ok(name)

@@ -176,6 +176,10 @@ impl Snapshot {
         self.services.values()
     }
 
+    pub fn has_policy(&self, key: &str) -> bool {
+        self.policies.contains_key(key)
+    }
+
     pub fn policies(&self) -> impl Iterator<Item = &Arc<Policy>> {
         self.policies.values()
     }

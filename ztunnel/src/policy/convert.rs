@@ -26,7 +26,7 @@ pub fn policy(from: &wire::Authorization) -> Result<Policy, PolicyError> {
     let action = match wire::Action::try_from(from.action) {
         Ok(wire::Action::Allow) => PolicyAction::Allow,
         Ok(wire::Action::Deny) => PolicyAction::Deny,
-        Err(_) => PolicyAction::Unknown(from.action),
+        Err(_) => PolicyAction::NotUnderstood(format!("unknown action {}", from.action).into()),
     };
     let rules = from.rules.iter().map(rule).collect::<Result<_, _>>()?;
     Ok(Policy {
@@ -38,6 +38,24 @@ pub fn policy(from: &wire::Authorization) -> Result<Policy, PolicyError> {
         dry_run: from.dry_run,
         rules,
     })
+}
+
+/// What stands for a policy that cannot be taken, where nothing better is held: it applies where that one would, to
+/// everything where that is not known either, and denies.
+pub fn stand_in(from: &wire::Authorization, reason: &str) -> Policy {
+    Policy {
+        key: format!("{}/{}", from.namespace, from.name).into(),
+        name: from.name.as_str().into(),
+        namespace: from.namespace.as_str().into(),
+        scope: match wire::Scope::try_from(from.scope) {
+            Ok(wire::Scope::Namespace) => PolicyScope::Namespace,
+            Ok(wire::Scope::WorkloadSelector) => PolicyScope::WorkloadSelector,
+            Ok(wire::Scope::Global) | Err(_) => PolicyScope::Global,
+        },
+        action: PolicyAction::NotUnderstood(reason.into()),
+        dry_run: from.dry_run,
+        rules: Vec::new(),
+    }
 }
 
 fn rule(from: &wire::Rule) -> Result<Rule, PolicyError> {

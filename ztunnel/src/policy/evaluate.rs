@@ -26,8 +26,8 @@ pub enum Verdict {
     NotAllowed { policies: usize },
     /// The workload names a policy that is not known yet.
     UnknownPolicy(Arc<str>),
-    /// A policy has an action that this version does not know.
-    NotUnderstood(Arc<str>),
+    /// A policy cannot be understood.
+    NotUnderstood { policy: Arc<str>, reason: Box<str> },
 }
 
 impl Verdict {
@@ -44,8 +44,8 @@ impl std::fmt::Display for Verdict {
             Self::Denied { policy, rule } => write!(f, "denied by policy {policy}, rule {rule}"),
             Self::NotAllowed { policies } => write!(f, "not allowed by any of {policies} policies"),
             Self::UnknownPolicy(policy) => write!(f, "denied: policy {policy} is not known yet"),
-            Self::NotUnderstood(policy) => {
-                write!(f, "denied: policy {policy} has an action that this version does not know")
+            Self::NotUnderstood { policy, reason } => {
+                write!(f, "denied: policy {policy} cannot be understood: {reason}")
             }
         }
     }
@@ -55,13 +55,15 @@ impl std::fmt::Display for Verdict {
 pub fn evaluate(policies: &[Arc<Policy>], unknown: &[Arc<str>], connection: &Connection<'_>) -> Verdict {
     let enforced = || policies.iter().filter(|p| !p.dry_run);
     for policy in enforced() {
-        match policy.action {
+        match &policy.action {
             PolicyAction::Deny => {
                 if let Some(rule) = first_match(policy, connection, true) {
                     return Verdict::Denied { policy: policy.key.clone(), rule };
                 }
             }
-            PolicyAction::Unknown(_) => return Verdict::NotUnderstood(policy.key.clone()),
+            PolicyAction::NotUnderstood(reason) => {
+                return Verdict::NotUnderstood { policy: policy.key.clone(), reason: reason.clone() };
+            }
             PolicyAction::Allow => {}
         }
     }

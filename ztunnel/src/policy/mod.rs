@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ipnet::IpNet;
 
-pub use convert::{PolicyError, policy as convert_policy};
+pub use convert::{PolicyError, policy as convert_policy, stand_in};
 pub use evaluate::{Connection, Verdict, evaluate};
 
 /// A policy, checked and normalised from `istio.security.Authorization`.
@@ -40,12 +40,12 @@ pub enum PolicyScope {
     WorkloadSelector,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PolicyAction {
     Allow,
     Deny,
-    /// An action that this version does not know: denies whatever it applies to.
-    Unknown(i32),
+    /// The policy cannot be understood, for this reason: it denies whatever it applies to.
+    NotUnderstood(Box<str>),
 }
 
 /// All clauses must match; none: everything does.

@@ -120,3 +120,23 @@ fn a_dry_run_is_not_enforced() {
     deny.dry_run = true;
     assert!(allowed(&[Arc::new(deny)], None));
 }
+
+#[test]
+fn what_stands_for_a_policy_that_cannot_be_taken_denies_where_that_one_would_apply() {
+    let port = wire::Match { destination_ports: vec![70_000], ..Default::default() };
+    let rules = vec![wire::Rule { clauses: vec![wire::Clause { matches: vec![port] }] }];
+    let mut wire = wire::Authorization {
+        name: "p".into(),
+        namespace: "shop".into(),
+        scope: wire::Scope::Namespace as i32,
+        action: wire::Action::Deny as i32,
+        rules,
+        ..Default::default()
+    };
+    let error = convert_policy(&wire).unwrap_err().to_string();
+    let policy = stand_in(&wire, &error);
+    assert_eq!((policy.scope, &*policy.key), (PolicyScope::Namespace, "shop/p"));
+    assert!(!allowed(&[Arc::new(policy)], Some(&identity())));
+    wire.scope = 9;
+    assert_eq!(stand_in(&wire, &error).scope, PolicyScope::Global);
+}

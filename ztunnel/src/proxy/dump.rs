@@ -58,7 +58,7 @@ fn policy(from: &policy::Policy) -> Policy {
         action: match from.action {
             PolicyAction::Allow => "Allow",
             // What is not understood denies.
-            PolicyAction::Deny | PolicyAction::Unknown(_) => "Deny",
+            PolicyAction::Deny | PolicyAction::NotUnderstood(_) => "Deny",
         },
         dry_run: from.dry_run,
         rules: rules.collect(),

@@ -51,7 +51,6 @@ fn direct_dials_to_the_capture_ports_are_refused_from_everywhere_and_do_not_loop
 }
 
 #[test]
-#[ignore = "a refused peer sees the end of the connection, but not yet the alert"]
 fn a_tunnel_needs_a_certificate_of_the_mesh_that_is_valid_now() {
     let (shop, plain, good) = set_up();
     let authority = shop.mesh().authority();

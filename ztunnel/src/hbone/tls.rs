@@ -150,11 +150,15 @@ impl TlsSocket {
         Ok(this)
     }
 
+    /// After an error: puts the alert that TLS has ready into the outbox. Once only, and with the inbox as the error
+    /// left it: rustls panics when it is made to read on, or misses bytes that it has seen.
+    fn take_alert(&mut self) {
+        let _ = self.step(&mut NoData);
+    }
+
     /// Tells the peer why the handshake failed, where the socket takes it at once.
     async fn send_alert(&mut self) {
-        // What could not be read must not be read again: TLS answers it once.
-        self.inbox = None;
-        while let Ok(Step::Progress) = self.step(&mut NoData) {}
+        self.take_alert();
         let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
         // The alert must not be overtaken by a RST, which unread bytes would cause at close: what the peer still
         // sends is read until it has seen the end.
@@ -206,9 +210,7 @@ impl TlsSocket {
                     }
                 }
                 Err(error) => {
-                    // What could not be read must not be read again: TLS answers it once.
-                    self.inbox = None;
-                    while let Ok(Step::Progress) = self.step(&mut NoData) {}
+                    self.take_alert();
                     return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
                 }
             }
@@ -484,3 +486,7 @@ const OUTBOX_SPARE: usize = 2 * RECORD_ROOM;
 const FIRST_STAGED: usize = 4 * 1024;
 /// Staging space that an idle connection may keep, bytes.
 const IDLE_STAGED: usize = 512;
+
+#[cfg(test)]
+#[path = "tls_tests.rs"]
+mod tests;

@@ -1,0 +1,87 @@
+use std::io::{Read, Write};
+use std::time::Duration;
+
+use rustls::client::ResolvesClientCert;
+use rustls::sign::CertifiedKey;
+use rustls::{AlertDescription, SignatureScheme};
+use tokio::net::TcpListener;
+
+use super::*;
+use crate::identity::testing::TestCa;
+use crate::identity::{Certificate, Identity};
+
+fn identity(name: &str) -> Identity {
+    format!("spiffe://cluster.local/ns/shop/sa/{name}").parse().unwrap()
+}
+
+#[derive(Debug)]
+struct NoCertificate;
+
+impl ResolvesClientCert for NoCertificate {
+    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}
+
+/// A client of rustls' buffered interface, on a thread of its own, that speaks at once as HTTP/2 does.
+fn speak(to: std::net::SocketAddr, config: ClientConfig) -> std::thread::JoinHandle<io::Error> {
+    std::thread::spawn(move || {
+        let name = ServerName::try_from("0.0.0.0").unwrap();
+        let mut tls = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+        let mut socket = std::net::TcpStream::connect(to).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        let mut stream = rustls::Stream::new(&mut tls, &mut socket);
+        let written = stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        written.and_then(|()| stream.read_exact(&mut [0; 1])).unwrap_err()
+    })
+}
+
+async fn refused(server: &Certificate, client: ClientConfig) -> (TlsError, Option<AlertDescription>, io::Error) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let client = speak(listener.local_addr().unwrap(), client);
+    let (socket, _) = listener.accept().await.unwrap();
+    let error = TlsSocket::accept(socket, server.server_config()).await.err().expect("the client is refused");
+    let seen = tokio::task::spawn_blocking(|| client.join().unwrap()).await.unwrap();
+    let alert = match seen.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>()) {
+        Some(rustls::Error::AlertReceived(alert)) => Some(*alert),
+        _ => None,
+    };
+    (error, alert, seen)
+}
+
+#[tokio::test]
+async fn a_refused_client_reads_the_alert_that_says_why() {
+    let ca = TestCa::new("root");
+    let server = ca.certificate(&identity("cart"));
+    let mut nobody = (*ca.certificate(&identity("web")).client_config(&[identity("cart")])).clone();
+    nobody.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let (error, alert, seen) = refused(&server, nobody).await;
+    assert_eq!(alert, Some(AlertDescription::CertificateRequired), "{error}, client: {seen}");
+}
+
+#[tokio::test]
+async fn whatever_a_stranger_sends_ends_in_an_error() {
+    let server = TestCa::new("root").certificate(&identity("cart"));
+    // A whole handshake record that says nothing, an alert, data before any handshake, another protocol, and nothing.
+    let strange: [&[u8]; 7] = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        &[22, 3, 1, 0, 4, 1, 0, 0, 0],
+        &[22, 3, 1, 0, 4, 99, 0, 0, 0, 22, 3, 1, 0, 4, 99, 0, 0, 0],
+        &[21, 3, 3, 0, 2, 2, 40],
+        &[23, 3, 3, 0, 1, 0],
+        &[20, 3, 3, 0, 1, 1, 20, 3, 3, 0, 1, 1],
+        b"",
+    ];
+    for bytes in strange {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut stranger = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        stranger.write_all(bytes).unwrap();
+        stranger.shutdown(std::net::Shutdown::Write).unwrap();
+        let (socket, _) = listener.accept().await.unwrap();
+        assert!(TlsSocket::accept(socket, server.server_config()).await.is_err(), "{bytes:?}");
+    }
+}

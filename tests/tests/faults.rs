@@ -99,7 +99,7 @@ fn a_dropped_tunnel_port_fails_with_a_hint_at_network_policies() {
     assert!(took < Duration::from_secs(10), "{took:?}");
     let labels = [("response_flags", "NETWORK_POLICY")];
     let node = shop.mesh().node(0);
-    assert!(node.proxy_metrics().sum("istio_tcp_connections_failed_total", &labels) >= 1.0);
+    node.wait_proxy_count(1.0, "istio_tcp_connections_failed_total", &labels);
     let line =
         node.wait_access_line("the failed tunnel", |line| line.get("dst.service") == shop.far_service.hostname());
     assert_ne!(line.get("error"), "", "{}", line.text);
@@ -188,8 +188,7 @@ fn rules_that_somebody_flushes_are_put_back() {
     }
     wait_for("the rules to be put back", || (rules() == before).then_some(()));
     shop.client.connect(shop.near_service.at(80)).expect("connect").ask(b"hello");
-    let repairs = shop.mesh().node(0).agent_metrics().sum("understory_agent_repairs_total", &[]);
-    assert!(repairs >= 1.0, "it is counted: {repairs}");
+    shop.mesh().node(0).wait_agent_count(1.0, "understory_agent_repairs_total", &[]);
 }
 
 /// B125: the way to the control plane is cut without a RST; the proxy finds out by itself and comes back.

@@ -164,9 +164,7 @@ fn a_dial_to_a_closed_port_ends_with_a_reset_at_once() {
         line.get("direction") == "outbound" && line.get("dst.hbone_addr") == shop.far.at(9999).to_string()
     });
     assert_ne!(line.get("error"), "", "{}", line.text);
-    let failed =
-        |flag: &str| node.proxy_metrics().sum("istio_tcp_connections_failed_total", &[("response_flags", flag)]);
-    assert!(failed("CONNECT") >= 3.0, "counted at the client's side");
+    node.wait_proxy_count(3.0, "istio_tcp_connections_failed_total", &[("response_flags", "CONNECT")]);
 }
 
 #[test]

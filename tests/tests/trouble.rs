@@ -50,7 +50,7 @@ fn a_denied_certificate_closes_the_way_and_says_why() {
     let line = node.wait_access_line("the failed connection", |line| line.get("direction") == "outbound");
     assert_ne!(line.get("error"), "", "{}", line.text);
     let flags = [("response_flags", "IDENTITY_ERROR")];
-    assert!(node.proxy_metrics().sum("istio_tcp_connections_failed_total", &flags) >= 1.0);
+    node.wait_proxy_count(1.0, "istio_tcp_connections_failed_total", &flags);
     let log = node.proxy.wait_log(&["spiffe://cluster.local/ns/shop/sa/client"]);
     assert!(!log.is_empty());
     let dump = node.config_dump();
@@ -124,7 +124,8 @@ fn a_service_without_endpoints_refuses_with_a_reason() {
     let line = node.wait_access_line("no endpoints", |line| line.get("dst.service") == empty.hostname());
     assert_ne!(line.get("error"), "", "{}", line.text);
     let labels = [("reporter", "source"), ("destination_service_name", "empty")];
-    assert_eq!(node.proxy_metrics().sum("istio_tcp_connections_failed_total", &labels), 1.0);
+    node.wait_proxy_count(1.0, "istio_tcp_connections_failed_total", &labels);
+    assert_eq!(node.proxy_metrics().sum("istio_tcp_connections_failed_total", &labels), 1.0, "once");
     others_are_well(&shop);
     // A port that the service does not have.
     let mut stream = shop.client.connect(shop.far_service.at(81)).expect("the proxy accepts");

@@ -151,6 +151,22 @@ impl NodeMesh {
         Metrics::parse(&expect_ok("the proxy's metrics", self.host.http_get(local(PROXY_METRICS), "/metrics")))
     }
 
+    /// Waits until the proxy has counted at least `least`: a count may follow a moment after what it counts was seen.
+    #[track_caller]
+    pub fn wait_proxy_count(&self, least: f64, name: &str, labels: &[(&str, &str)]) {
+        wait_for(&format!("{name}{labels:?} to reach {least} at the proxy on {}", self.node), || {
+            (self.proxy_metrics().sum(name, labels) >= least).then_some(())
+        });
+    }
+
+    /// Like [`Self::wait_proxy_count`], of the agent.
+    #[track_caller]
+    pub fn wait_agent_count(&self, least: f64, name: &str, labels: &[(&str, &str)]) {
+        wait_for(&format!("{name}{labels:?} to reach {least} at the agent on {}", self.node), || {
+            (self.agent_metrics().sum(name, labels) >= least).then_some(())
+        });
+    }
+
     #[track_caller]
     pub fn agent_metrics(&self) -> Metrics {
         Metrics::parse(&expect_ok("the agent's metrics", self.host.http_get(local(AGENT_ADMIN), "/metrics")))

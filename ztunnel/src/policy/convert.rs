@@ -26,6 +26,7 @@ pub fn policy(from: &wire::Authorization) -> Result<Policy, PolicyError> {
     let action = match wire::Action::try_from(from.action) {
         Ok(wire::Action::Allow) => PolicyAction::Allow,
         Ok(wire::Action::Deny) => PolicyAction::Deny,
+        Ok(wire::Action::Audit) => PolicyAction::Audit,
         Err(_) => PolicyAction::NotUnderstood(format!("unknown action {}", from.action).into()),
     };
     let rules = from.rules.iter().map(rule).collect::<Result<_, _>>()?;

@@ -64,7 +64,7 @@ pub fn evaluate(policies: &[Arc<Policy>], unknown: &[Arc<str>], connection: &Con
             PolicyAction::NotUnderstood(reason) => {
                 return Verdict::NotUnderstood { policy: policy.key.clone(), reason: reason.clone() };
             }
-            PolicyAction::Allow => {}
+            PolicyAction::Allow | PolicyAction::Audit => {}
         }
     }
     if let Some(name) = unknown.first() {

@@ -44,6 +44,8 @@ pub enum PolicyScope {
 pub enum PolicyAction {
     Allow,
     Deny,
+    /// Decides nothing.
+    Audit,
     /// The policy cannot be understood, for this reason: it denies whatever it applies to.
     NotUnderstood(Box<str>),
 }

@@ -140,3 +140,12 @@ fn what_stands_for_a_policy_that_cannot_be_taken_denies_where_that_one_would_app
     wire.scope = 9;
     assert_eq!(stand_in(&wire, &error).scope, PolicyScope::Global);
 }
+
+#[test]
+fn an_audit_never_decides() {
+    let all = wire::Rule::default();
+    assert!(allowed(&[with_rules(wire::Action::Audit, vec![all.clone()])], None));
+    let deny = [with_rules(wire::Action::Audit, vec![all.clone()]), with_rules(wire::Action::Deny, vec![all])];
+    assert!(!allowed(&deny, None));
+    assert!(!allowed(&[with_rules(wire::Action::Audit, vec![]), with_rules(wire::Action::Allow, vec![])], None));
+}

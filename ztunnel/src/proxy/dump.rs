@@ -57,6 +57,7 @@ fn policy(from: &policy::Policy) -> Policy {
         },
         action: match from.action {
             PolicyAction::Allow => "Allow",
+            PolicyAction::Audit => "Audit",
             // What is not understood denies.
             PolicyAction::Deny | PolicyAction::NotUnderstood(_) => "Deny",
         },

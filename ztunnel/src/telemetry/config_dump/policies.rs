@@ -10,7 +10,7 @@ pub struct Policy {
     pub namespace: String,
     /// `Global`, `Namespace` or `WorkloadSelector`.
     pub scope: &'static str,
-    /// `Allow` or `Deny`.
+    /// `Allow`, `Deny` or `Audit`.
     pub action: &'static str,
     pub dry_run: bool,
     /// OR of AND of OR.

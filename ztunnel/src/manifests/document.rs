@@ -12,7 +12,10 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
+use super::DEFAULT_NAMESPACE;
+use super::locate::FieldPath;
 use super::objects::{ObjectKey, ObjectName};
+use super::security::{self, SecurityKind, SecurityPolicy, is_name};
 use super::status::{PodStatus, is_uid};
 
 /// An object of a kind that the mesh reads.
@@ -24,6 +27,8 @@ pub(super) enum Object {
     ServiceAccount(Arc<ServiceAccount>),
     Service(Arc<Service>),
     EndpointSlice(Arc<EndpointSlice>),
+    PeerAuthentication(Arc<SecurityPolicy>),
+    AuthorizationPolicy(Arc<SecurityPolicy>),
     Status(Arc<PodStatus>),
 }
 
@@ -43,6 +48,8 @@ pub(super) struct Fault {
     pub line: Option<usize>,
     pub object: Option<ObjectKey>,
     pub reason: String,
+    /// Policies that it seems to be about, as far as can be made out: something has to stand for them.
+    pub policies: Vec<ObjectKey>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,13 +65,10 @@ pub(super) enum Format {
 pub(super) fn read(text: &str, format: Format, stem: &str, older: &[Document]) -> Vec<Document> {
     let known: HashMap<(u64, usize), &Document> =
         older.iter().filter(|d| d.faults.is_empty()).map(|d| (d.fingerprint, d)).collect();
-    let parts = match format {
-        Format::Yaml => split(text),
-        Format::Json | Format::Status => vec![(1, text)],
-    };
+    let parts = split_as(text, format);
     let mut documents = Vec::with_capacity(parts.len());
     for (line, part) in parts {
-        if part.lines().all(|l| l.trim().is_empty() || l.starts_with(['#', '%']) || is_marker(l)) {
+        if part.lines().all(says_nothing) {
             continue;
         }
         let fingerprint = (HASHER.hash_one(part), part.len());
@@ -75,7 +79,15 @@ pub(super) fn read(text: &str, format: Format, stem: &str, older: &[Document]) -
         let mut document = Document { line, fingerprint, objects: Vec::new(), faults: Vec::new() };
         match format {
             Format::Status => read_status(part, stem, &mut document),
-            Format::Yaml | Format::Json => read_manifest(&Text { text: part, line, format }, &mut document),
+            Format::Yaml | Format::Json => {
+                read_manifest(&Text { text: part, line, format }, &mut document);
+                for fault in &mut document.faults {
+                    fault.policies = match &fault.object {
+                        Some(key) => SecurityKind::of(key).map(|_| key.clone()).into_iter().collect(),
+                        None => security::stand_ins(part, stem, line),
+                    };
+                }
+            }
         }
         documents.push(document);
     }
@@ -92,7 +104,24 @@ impl Object {
             (Self::ServiceAccount(a), Self::ServiceAccount(b)) => a == b,
             (Self::Service(a), Self::Service(b)) => a == b,
             (Self::EndpointSlice(a), Self::EndpointSlice(b)) => a == b,
+            (Self::PeerAuthentication(a), Self::PeerAuthentication(b)) => a == b,
+            (Self::AuthorizationPolicy(a), Self::AuthorizationPolicy(b)) => a == b,
             (Self::Status(a), Self::Status(b)) => a == b,
+            _ => false,
+        }
+    }
+
+    pub fn policy(kind: SecurityKind, policy: SecurityPolicy) -> Self {
+        match kind {
+            SecurityKind::PeerAuthentication => Self::PeerAuthentication(Arc::new(policy)),
+            SecurityKind::AuthorizationPolicy => Self::AuthorizationPolicy(Arc::new(policy)),
+        }
+    }
+
+    /// Whether it only stands for a policy that cannot be read.
+    pub fn is_stand_in(&self) -> bool {
+        match self {
+            Self::PeerAuthentication(policy) | Self::AuthorizationPolicy(policy) => policy.spec.is_err(),
             _ => false,
         }
     }
@@ -134,9 +163,19 @@ enum Kind {
     ServiceAccount,
     Service,
     EndpointSlice,
+    Security(SecurityKind),
 }
 
 impl Text<'_> {
+    /// As fields. A field that is given twice is an error in YAML, since the two may well contradict each other.
+    fn fields(&self) -> Result<serde_json::Value, Fault> {
+        if self.format == Format::Json {
+            return self.parse();
+        }
+        let value: serde_yaml_ng::Value = self.parse()?;
+        serde_json::to_value(value).map_err(|e| fault(Some(self.line), e.to_string()))
+    }
+
     fn parse<T: DeserializeOwned>(&self) -> Result<T, Fault> {
         if self.format == Format::Json {
             return serde_json::from_str(self.text).map_err(|e| fault(Some(e.line().max(1)), e.to_string()));
@@ -190,6 +229,10 @@ fn read_manifest(text: &Text<'_>, document: &mut Document) {
         Kind::ServiceAccount => text.parse().map(|o| Object::ServiceAccount(Arc::new(service_account(o)))),
         Kind::Service => text.parse().map(|o| Object::Service(Arc::new(service(o)))),
         Kind::EndpointSlice => text.parse().map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
+        Kind::Security(kind) => text.fields().and_then(|fields| {
+            let policy = SecurityPolicy::from_fields(fields).map_err(|reason| fault(Some(text.line), reason))?;
+            Ok(Object::policy(kind, security_policy(policy)))
+        }),
     };
     match typed {
         Ok(object) => document.objects.push((known.1, object)),
@@ -198,15 +241,10 @@ fn read_manifest(text: &Text<'_>, document: &mut Document) {
 }
 
 fn read_item(item: serde_json::Value, list: &Header, line: usize, document: &mut Document) {
-    let mut header = match Header::deserialize(&item) {
+    let header = match header_of_item(&item, list) {
         Ok(header) => header,
         Err(e) => return document.faults.push(fault(Some(line), format!("an item of the list: {e}"))),
     };
-    // The items of a typed list, as the API server gives it, do not repeat what they are.
-    if header.kind.is_none() {
-        header.kind = list.kind.as_deref().and_then(|k| k.strip_suffix("List")).map(str::to_owned);
-        header.api_version = header.api_version.or_else(|| list.api_version.clone());
-    }
     let known = match recognise(&header, line) {
         Ok(Some(known)) => known,
         Ok(None) => return,
@@ -221,14 +259,28 @@ fn read_item(item: serde_json::Value, list: &Header, line: usize, document: &mut
         }
         Kind::Service => serde_json::from_value(item).map(|o| Object::Service(Arc::new(service(o)))),
         Kind::EndpointSlice => serde_json::from_value(item).map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
+        Kind::Security(kind) => {
+            let policy = SecurityPolicy::from_fields(item).map_err(serde::de::Error::custom);
+            policy.map(|policy| Object::policy(kind, security_policy(policy)))
+        }
     };
     match typed {
         Ok(object) => document.objects.push((known.1, object)),
         Err(e) => {
             let reason = format!("an item of the list: {e}");
-            document.faults.push(Fault { line: Some(line), object: Some(known.1), reason });
+            document.faults.push(Fault { object: Some(known.1), ..fault(Some(line), reason) });
         }
     }
+}
+
+fn header_of_item(item: &serde_json::Value, list: &Header) -> Result<Header, serde_json::Error> {
+    let mut header = Header::deserialize(item)?;
+    // The items of a typed list, as the API server gives it, do not repeat what they are.
+    if header.kind.is_none() {
+        header.kind = list.kind.as_deref().and_then(|k| k.strip_suffix("List")).map(str::to_owned);
+        header.api_version = header.api_version.or_else(|| list.api_version.clone());
+    }
+    Ok(header)
 }
 
 /// What the document says it is; `None` if the mesh does not read that kind.
@@ -243,10 +295,13 @@ fn recognise(header: &Header, line: usize) -> Result<Option<(Kind, ObjectKey)>, 
         ("v1", "ServiceAccount") => Kind::ServiceAccount,
         ("v1", "Service") => Kind::Service,
         ("discovery.k8s.io/v1", "EndpointSlice") => Kind::EndpointSlice,
-        _ => {
-            tell_once(api_version, kind_name);
-            return Ok(None);
-        }
+        _ => match security_kind(api_version, kind_name) {
+            Some(kind) => Kind::Security(kind),
+            None => {
+                tell_once(api_version, kind_name);
+                return Ok(None);
+            }
+        },
     };
     let empty = HeaderMeta::default();
     let meta = header.metadata.as_ref().unwrap_or(&empty);
@@ -266,15 +321,44 @@ fn recognise(header: &Header, line: usize) -> Result<Option<(Kind, ObjectKey)>, 
         Kind::ServiceAccount => ObjectKey::ServiceAccount(ObjectName::new(namespace, name)),
         Kind::Service => ObjectKey::Service(ObjectName::new(namespace, name)),
         Kind::EndpointSlice => ObjectKey::EndpointSlice(ObjectName::new(namespace, name)),
+        Kind::Security(kind) => kind.key(ObjectName::new(namespace, name)),
     };
+    if let (Kind::Security(_), Some((_, version))) = (kind, api_version.split_once('/'))
+        && !SecurityKind::VERSIONS.contains(&version)
+    {
+        let reason = format!("{kind_name} of version {version:?} is not known, only {:?}", SecurityKind::VERSIONS);
+        return Err(Fault { object: Some(key), ..fault(Some(line), reason) });
+    }
     Ok(Some((kind, key)))
 }
 
+/// A policy of whatever version: one of a version that is not known must not be taken for none.
+fn security_kind(api_version: &str, kind: &str) -> Option<SecurityKind> {
+    let group = api_version.split('/').next();
+    SecurityKind::ALL.into_iter().find(|k| group == Some(SecurityKind::GROUP) && k.name() == kind)
+}
+
 fn is_list(header: &Header) -> bool {
-    let lists =
-        ["List", "NamespaceList", "NodeList", "PodList", "ServiceAccountList", "ServiceList", "EndpointSliceList"];
+    let lists = [
+        "List",
+        "NamespaceList",
+        "NodeList",
+        "PodList",
+        "ServiceAccountList",
+        "ServiceList",
+        "EndpointSliceList",
+        "PeerAuthenticationList",
+        "AuthorizationPolicyList",
+    ];
     header.kind.as_deref().is_some_and(|kind| lists.contains(&kind))
-        && matches!(header.api_version.as_deref(), Some("v1" | "discovery.k8s.io/v1"))
+        && header.api_version.as_deref().is_some_and(|version| {
+            matches!(version, "v1" | "discovery.k8s.io/v1") || version.split('/').next() == Some(SecurityKind::GROUP)
+        })
+}
+
+fn security_policy(mut object: SecurityPolicy) -> SecurityPolicy {
+    default_namespace(&mut object.metadata);
+    object
 }
 
 fn pod(mut object: Pod) -> Pod {
@@ -303,9 +387,26 @@ fn default_namespace(meta: &mut ObjectMeta) {
     }
 }
 
-fn is_name(text: &str) -> bool {
-    let allowed = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'.';
-    !text.is_empty() && text.len() <= 253 && text.bytes().all(allowed)
+/// The documents of a file; each with the line it starts at.
+pub(super) fn split_as(text: &str, format: Format) -> Vec<(usize, &str)> {
+    match format {
+        Format::Yaml => split(text),
+        Format::Json | Format::Status => vec![(1, text)],
+    }
+}
+
+/// The way from a document to a part of an object that it holds, be it itself or an item of its list.
+pub(super) fn way_to(text: &str, json: bool, key: &ObjectKey, part: &FieldPath) -> FieldPath {
+    let text = Text { text, line: 1, format: if json { Format::Json } else { Format::Yaml } };
+    let item = || {
+        let list = text.parse::<Header>().ok().filter(is_list)?;
+        let items = text.parse::<List>().ok()?.items;
+        items.into_iter().position(|item| {
+            let known = header_of_item(&item, &list).ok().and_then(|header| recognise(&header, 1).ok()?);
+            known.is_some_and(|(_, found)| found == *key)
+        })
+    };
+    item().map_or_else(|| part.clone(), |index| FieldPath::default().field("items").item(index).then(part))
 }
 
 /// Splits at document markers; each part with the line it starts at.
@@ -324,6 +425,12 @@ fn split(text: &str) -> Vec<(usize, &str)> {
     parts
 }
 
+/// Blank, a comment, a directive, or a marker that no content follows.
+fn says_nothing(line: &str) -> bool {
+    let content = if is_marker(line) { line[3..].trim() } else { line.trim() };
+    content.is_empty() || line.starts_with('%') || content.starts_with('#')
+}
+
 fn is_marker(line: &str) -> bool {
     line.strip_prefix("---").or_else(|| line.strip_prefix("...")).is_some_and(|rest| rest.trim().is_empty())
         || line.strip_prefix("---").is_some_and(|rest| rest.starts_with([' ', '\t']))
@@ -339,8 +446,7 @@ fn tell_once(api_version: &str, kind: &str) {
 }
 
 fn fault(line: Option<usize>, reason: String) -> Fault {
-    Fault { line, object: None, reason }
+    Fault { line, object: None, reason, policies: Vec::new() }
 }
 
 static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
-const DEFAULT_NAMESPACE: &str = "default";

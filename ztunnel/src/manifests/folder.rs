@@ -13,6 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::document::{self, Document, Fault, Format, Object};
 use super::objects::{ObjectKey, Problem};
+use super::security::{SecurityKind, SecurityPolicy};
 
 /// The state of a folder's files.
 #[derive(Debug)]
@@ -154,7 +155,8 @@ impl Folder {
         }
     }
 
-    fn list(&self) -> io::Result<BTreeSet<Arc<str>>> {
+    /// Names of the files that count.
+    pub fn list(&self) -> io::Result<BTreeSet<Arc<str>>> {
         let mut names = BTreeSet::new();
         for entry in std::fs::read_dir(&self.dir)? {
             let name = entry?.file_name();
@@ -314,7 +316,7 @@ impl FileState {
 }
 
 /// Which earlier objects stay because something is broken now: those that are named by what is broken, or all that
-/// are missing if what is broken cannot be named.
+/// are missing if what is broken cannot be named. A policy of which there is no earlier version has a stand-in.
 fn kept(documents: &[Document], earlier: Vec<(ObjectKey, Object)>) -> Vec<(ObjectKey, Object)> {
     let faults: Vec<&Fault> = documents.iter().flat_map(|d| &d.faults).collect();
     if faults.is_empty() {
@@ -323,7 +325,21 @@ fn kept(documents: &[Document], earlier: Vec<(ObjectKey, Object)>) -> Vec<(Objec
     let given: BTreeSet<&ObjectKey> = documents.iter().flat_map(|d| d.objects.iter().map(|(k, _)| k)).collect();
     let named: BTreeSet<&ObjectKey> = faults.iter().filter_map(|f| f.object.as_ref()).collect();
     let any = faults.iter().any(|f| f.object.is_none());
-    earlier.into_iter().filter(|(key, _)| !given.contains(key) && (any || named.contains(key))).collect()
+    let stays = |(key, object): &(ObjectKey, Object)| {
+        !object.is_stand_in() && !given.contains(key) && (any || named.contains(key))
+    };
+    let mut kept: Vec<_> = earlier.into_iter().filter(stays).collect();
+    let was_policy = kept.iter().any(|(key, _)| SecurityKind::of(key).is_some());
+    for fault in faults.into_iter().filter(|f| f.object.is_some() || !was_policy) {
+        for (kind, name) in fault.policies.iter().filter_map(SecurityKind::of) {
+            let key = kind.key(name.clone());
+            if !given.contains(&key) && !kept.iter().any(|(held, _)| *held == key) {
+                let policy = SecurityPolicy::stand_in(name, &fault.reason);
+                kept.push((key, Object::policy(kind, policy)));
+            }
+        }
+    }
+    kept
 }
 
 impl Signature {
@@ -386,7 +402,7 @@ fn read_file(path: &Path) -> Result<(String, Signature, bool), ReadError> {
 }
 
 fn fault(reason: String) -> Fault {
-    Fault { line: None, object: None, reason }
+    Fault { line: None, object: None, reason, policies: Vec::new() }
 }
 
 /// How long a file that is not there is still counted on.

@@ -79,12 +79,13 @@ impl Merge {
             let Some(places) = self.givers.get(key) else { continue };
             let mut places = places.iter();
             let Some(((winner, _), first)) = places.next() else { continue };
+            let winner = path(key, winner);
             for ((file, _), given) in places {
                 into.push(Problem {
                     file: path(key, file),
                     line: Some(given.line).filter(|l| *l > 0),
                     object: Some(key.clone()),
-                    reason: format!("given twice, the one in {winner} line {} is used", first.line),
+                    reason: format!("given twice, the one in {} line {} is used", winner.display(), first.line),
                 });
             }
         }
@@ -127,6 +128,12 @@ impl Merge {
             (ObjectKey::EndpointSlice(key), Object::EndpointSlice(object)) => {
                 drop(o.endpoint_slices.insert(key, object));
             }
+            (ObjectKey::PeerAuthentication(key), Object::PeerAuthentication(object)) => {
+                drop(o.peer_authentications.insert(key, object));
+            }
+            (ObjectKey::AuthorizationPolicy(key), Object::AuthorizationPolicy(object)) => {
+                drop(o.authorization_policies.insert(key, object));
+            }
             (ObjectKey::Status(key), Object::Status(object)) => drop(o.statuses.insert(key, object)),
             (key, object) => unreachable!("{key} made from the kind of {object:?}"),
         }
@@ -142,6 +149,12 @@ impl Merge {
             ObjectKey::ServiceAccount(key) => o.service_accounts.get(key).cloned().map(Object::ServiceAccount),
             ObjectKey::Service(key) => o.services.get(key).cloned().map(Object::Service),
             ObjectKey::EndpointSlice(key) => o.endpoint_slices.get(key).cloned().map(Object::EndpointSlice),
+            ObjectKey::PeerAuthentication(key) => {
+                o.peer_authentications.get(key).cloned().map(Object::PeerAuthentication)
+            }
+            ObjectKey::AuthorizationPolicy(key) => {
+                o.authorization_policies.get(key).cloned().map(Object::AuthorizationPolicy)
+            }
             ObjectKey::Status(key) => o.statuses.get(key).cloned().map(Object::Status),
         }
     }
@@ -155,6 +168,8 @@ impl Merge {
             ObjectKey::ServiceAccount(key) => o.service_accounts.remove(key).is_some(),
             ObjectKey::Service(key) => o.services.remove(key).is_some(),
             ObjectKey::EndpointSlice(key) => o.endpoint_slices.remove(key).is_some(),
+            ObjectKey::PeerAuthentication(key) => o.peer_authentications.remove(key).is_some(),
+            ObjectKey::AuthorizationPolicy(key) => o.authorization_policies.remove(key).is_some(),
             ObjectKey::Status(key) => o.statuses.remove(key).is_some(),
         };
         self.changed |= was_there;

@@ -6,14 +6,23 @@
 //! Must never let a broken, half-written or vanishing file take away what was good before.
 
 mod document;
+mod files;
 mod folder;
+mod locate;
 mod merge;
 mod objects;
+mod security;
 mod status;
 #[cfg(test)]
 mod tests;
 mod watch;
 
+pub use files::Files;
+pub use locate::FieldPath;
 pub use objects::{Changes, ObjectKey, ObjectName, Objects, Problem};
+pub use security::{SecurityKind, SecurityPolicy};
 pub use status::{PodRef, PodStatus, Redirection, StatusError, StatusFolder};
 pub use watch::{Folders, Watch, WatchError, watch};
+
+/// Of objects that name none.
+const DEFAULT_NAMESPACE: &str = "default";

@@ -12,6 +12,7 @@ use imbl::ordmap::DiffItem;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Service, ServiceAccount};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 
+use super::security::SecurityPolicy;
 use super::status::{PodStatus, Redirection};
 
 /// Everything that is known, at one moment. Cloning costs nothing worth mentioning.
@@ -28,6 +29,8 @@ pub struct Objects {
     pub service_accounts: OrdMap<ObjectName, Arc<ServiceAccount>>,
     pub services: OrdMap<ObjectName, Arc<Service>>,
     pub endpoint_slices: OrdMap<ObjectName, Arc<EndpointSlice>>,
+    pub peer_authentications: OrdMap<ObjectName, Arc<SecurityPolicy>>,
+    pub authorization_policies: OrdMap<ObjectName, Arc<SecurityPolicy>>,
     /// What agents report about pods, by the pod's uid.
     pub statuses: OrdMap<Arc<str>, Arc<PodStatus>>,
     /// What is wrong with the source right now.
@@ -50,6 +53,8 @@ pub enum ObjectKey {
     ServiceAccount(ObjectName),
     Service(ObjectName),
     EndpointSlice(ObjectName),
+    PeerAuthentication(ObjectName),
+    AuthorizationPolicy(ObjectName),
     /// By the pod's uid.
     Status(Arc<str>),
 }
@@ -74,6 +79,8 @@ pub struct Changes {
     pub service_accounts: Vec<ObjectName>,
     pub services: Vec<ObjectName>,
     pub endpoint_slices: Vec<ObjectName>,
+    pub peer_authentications: Vec<ObjectName>,
+    pub authorization_policies: Vec<ObjectName>,
     pub statuses: Vec<Arc<str>>,
 }
 
@@ -145,6 +152,8 @@ impl Objects {
             service_accounts: changed(&older.service_accounts, &self.service_accounts),
             services: changed(&older.services, &self.services),
             endpoint_slices: changed(&older.endpoint_slices, &self.endpoint_slices),
+            peer_authentications: changed(&older.peer_authentications, &self.peer_authentications),
+            authorization_policies: changed(&older.authorization_policies, &self.authorization_policies),
             statuses: changed(&older.statuses, &self.statuses),
         }
     }
@@ -177,6 +186,8 @@ impl fmt::Display for ObjectKey {
             Self::ServiceAccount(name) => write!(f, "ServiceAccount {name}"),
             Self::Service(name) => write!(f, "Service {name}"),
             Self::EndpointSlice(name) => write!(f, "EndpointSlice {name}"),
+            Self::PeerAuthentication(name) => write!(f, "PeerAuthentication {name}"),
+            Self::AuthorizationPolicy(name) => write!(f, "AuthorizationPolicy {name}"),
             Self::Status(uid) => write!(f, "status of pod {uid}"),
         }
     }

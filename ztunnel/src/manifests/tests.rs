@@ -268,6 +268,104 @@ fn a_missing_folder_stops_the_start_with_its_name() {
     assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
 }
 
+#[test]
+fn policies_of_both_versions_are_read_with_what_they_say() {
+    let dir = Dir::new();
+    dir.put("p.yaml", &(policy("AuthorizationPolicy", "v1", "a") + &policy("PeerAuthentication", "v1beta1", "a")));
+    dir.put(
+        "list.json",
+        r#"{"apiVersion":"security.istio.io/v1","kind":"AuthorizationPolicyList","items":[{"metadata":{"name":"b"}}]}"#,
+    );
+    dir.put("ports.yaml", "apiVersion: security.istio.io/v1\nkind: PeerAuthentication\nmetadata: {name: p}\nspec: {portLevelMtls: {8080: {mode: STRICT}}}\n--- {apiVersion: security.istio.io/v1, kind: PeerAuthentication, metadata: {name: beside-the-marker}}\n");
+    let (_watch, objects) = dir.watch();
+    let now = objects.borrow().clone();
+    assert_eq!(now.problems(), []);
+    assert_eq!((now.authorization_policies.len(), now.peer_authentications.len()), (2, 3));
+    let spec = |policy: &SecurityPolicy| policy.spec.clone().unwrap();
+    assert_eq!(spec(&now.authorization_policies[&ObjectName::new("shop", "a")]), serde_json::json!({"x": 1}));
+    assert_eq!(spec(&now.authorization_policies[&ObjectName::new("default", "b")]), serde_json::Value::Null);
+    let ports = serde_json::json!({"portLevelMtls": {"8080": {"mode": "STRICT"}}});
+    assert_eq!(spec(&now.peer_authentications[&ObjectName::new("default", "p")]), ports);
+}
+
+/// Somebody relies on it: not even a policy that cannot be read may be taken for none.
+#[test]
+fn a_policy_that_cannot_be_read_has_a_stand_in_unless_an_earlier_version_stays() {
+    let broken = [
+        ("twice.yaml", policy("AuthorizationPolicy", "v1", "twice") + "  x: 2\n", "shop/twice"),
+        ("version.yaml", policy("AuthorizationPolicy", "v7", "version"), "shop/version"),
+        ("syntax.yaml", policy("AuthorizationPolicy", "v1", "syntax") + "  rules: [{\n", "shop/syntax"),
+        (
+            "labels.yaml",
+            policy("AuthorizationPolicy", "v1", "labels").replace("spec:", "  labels: [x]\nspec:"),
+            "shop/labels",
+        ),
+        ("name.yaml", policy("AuthorizationPolicy", "v1", "Not_A_Name"), "shop/unreadable_"),
+        ("none.yaml", "kind: AuthorizationPolicy\nmetadata: {namespace: yard}\n".into(), "yard/unreadable_"),
+        ("json.json", r#"{"kind": "AuthorizationPolicy", "metadata": {"name": "json", "#.into(), "default/json"),
+        ("pod.yaml", pod("a", "10.0.0.1") + "  - {", ""),
+    ];
+    for (file, text, stands) in broken {
+        let dir = Dir::new();
+        dir.put(file, &text);
+        let (_watch, mut objects) = dir.watch();
+        let now = objects.borrow_and_update().clone();
+        assert_eq!(now.problems().len(), 1, "{file}");
+        let names: Vec<String> = now.authorization_policies.keys().map(ToString::to_string).collect();
+        assert!(
+            if stands.is_empty() { names.is_empty() } else { names[0].starts_with(stands) && names.len() == 1 },
+            "{file}: {names:?}"
+        );
+        for policy in now.authorization_policies.values() {
+            assert_eq!(policy.spec.as_ref().unwrap_err().as_ref(), now.problems()[0].reason, "{file}");
+        }
+        if stands.is_empty() {
+            continue;
+        }
+        // Mended, the stand-in goes; broken again, the mended one stays.
+        dir.put(file, &if file.ends_with("json") {
+            serde_json::json!({"apiVersion": "security.istio.io/v1", "kind": "AuthorizationPolicy", "metadata": {"name": "json"}}).to_string()
+        } else {
+            policy("AuthorizationPolicy", "v1", "good")
+        });
+        let good = |o: &Objects| {
+            o.authorization_policies.len() == 1 && o.authorization_policies.values().all(|p| p.spec.is_ok())
+        };
+        wait(&mut objects, |o| good(o) && o.problems().is_empty());
+        dir.put(file, "kind: AuthorizationPolicy\n  spec: [");
+        wait(&mut objects, |o| good(o) && !o.problems().is_empty());
+    }
+}
+
+#[test]
+fn files_tell_where_each_part_of_an_object_stands() {
+    let dir = Dir::new();
+    dir.put("a.yaml", &(pod("p", "10.0.0.1") + &policy("AuthorizationPolicy", "v1", "a") + "--- {\n"));
+    dir.put("b.yaml", &policy("AuthorizationPolicy", "v1", "a"));
+    let list = "apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Secret, metadata: {name: s}}\n- apiVersion: security.istio.io/v1\n  kind: PeerAuthentication\n  metadata: {name: in-list}\n  spec:\n    mtls: {}\n";
+    let mut files = Files::default();
+    files.read(&dir.0, &mut std::io::empty());
+    files.read(Path::new("-"), &mut list.as_bytes());
+    files.read(&dir.path("none.yaml"), &mut std::io::empty());
+    let key = ObjectKey::AuthorizationPolicy(ObjectName::new("shop", "a"));
+    let in_list = ObjectKey::PeerAuthentication(ObjectName::new("default", "in-list"));
+    assert_eq!(files.keys().into_iter().skip(1).collect::<Vec<_>>(), [&key, &in_list]);
+    assert_eq!(files.place(&key), Some((dir.path("a.yaml").as_path(), 13)));
+    let spec = FieldPath::default().field("spec");
+    assert_eq!(files.place_of(&key, &spec.field("x")), Some((dir.path("a.yaml").as_path(), 20)));
+    assert_eq!(files.place_of(&in_list, &spec.field("mtls").field("mode")), Some((Path::new("(stdin)"), 9)));
+    let problems: Vec<String> = files.problems().iter().map(ToString::to_string).collect();
+    assert_eq!(problems.len(), 3, "{problems:?}");
+    assert!(problems[0].contains("none.yaml: cannot be read") && problems[1].contains("a.yaml:22"), "{problems:?}");
+    assert!(problems[2].contains("b.yaml:1: AuthorizationPolicy shop/a: given twice"), "{problems:?}");
+}
+
+fn policy(kind: &str, version: &str, name: &str) -> String {
+    format!(
+        "---\napiVersion: security.istio.io/{version}\nkind: {kind}\nmetadata:\n  name: {name}\n  namespace: shop\nspec:\n  x: 1\n"
+    )
+}
+
 fn pod(name: &str, address: &str) -> String {
     format!(
         "---\napiVersion: v1\nkind: Pod\nmetadata:\n  name: {name}\n  namespace: shop\n  uid: uid-{name}\nspec:\n  \

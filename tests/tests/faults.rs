@@ -68,7 +68,9 @@ fn a_node_that_vanishes_is_noticed_in_bounded_time() {
 /// B36, gap of keepalives that are not aware of data: a link that is busy or idle for long is not taken for dead.
 #[test]
 fn a_quiet_connection_outlives_all_pings() {
-    let shop = Shop::in_mesh();
+    // Many rounds of pings: each answer must begin a new wait.
+    let pings = MeshOptions::default().proxy_env("HBONE_PING_AFTER", "1s").proxy_env("HBONE_PING_TIMEOUT", "5s");
+    let shop = Shop::in_mesh_with(pings);
     let _server = shop.far.serve(8080, Behaviour::Echo);
     let mut stream = shop.client.connect(shop.far_service.at(80)).expect("connect");
     stream.ask(b"hello");

@@ -84,48 +84,81 @@ impl Drop for StreamCount {
 pub(super) struct Watch {
     timer: Pin<Box<Sleep>>,
     pings: Option<PingPong>,
-    pinged: bool,
+    silence: Silence,
+}
+
+/// When a silent tunnel is pinged, and when it is dead.
+struct Silence {
     ping_after: Duration,
-    dead_after: Duration,
+    /// How long a sign of life may take after a ping.
+    patience: Duration,
+    /// When the ping was sent that has had no sign of life yet.
+    pinged: Option<Instant>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Look {
+    Again(Duration),
+    Ping(Duration),
+    Dead,
 }
 
 impl Watch {
     pub fn new(pings: Option<PingPong>, settings: &Settings) -> Self {
-        Self {
-            timer: Box::pin(sleep(settings.ping_after)),
-            pings,
-            pinged: false,
-            ping_after: settings.ping_after,
-            dead_after: settings.dead_after,
-        }
+        Self { timer: Box::pin(sleep(settings.ping_after)), pings, silence: Silence::new(settings) }
     }
 
-    /// Ready once the peer is dead. `quiet` is the time since its last byte.
-    fn poll(&mut self, cx: &mut Context<'_>, load: &Load, tls: &HeldTls) -> Poll<Ended> {
+    /// Ready once the peer is dead.
+    fn poll(&mut self, cx: &mut Context<'_>, load: &Load, last_heard: Instant) -> Poll<Ended> {
         while self.timer.as_mut().poll(cx).is_ready() {
-            let quiet = tls.get().last_heard().elapsed();
-            let next = if load.streams() == 0 || quiet < self.ping_after {
-                self.pinged = false;
-                self.ping_after.saturating_sub(quiet).max(Duration::from_millis(100))
-            } else if self.pinged && quiet >= self.dead_after {
-                return Poll::Ready(Ended::Dead(quiet));
-            } else {
-                if let Some(pings) = &mut self.pings
-                    && !self.pinged
-                {
-                    // An earlier ping may be under way still: then its answer serves as well.
-                    let _ = pings.send_ping(Ping::opaque());
+            let now = Instant::now();
+            let next = match self.silence.look(load.streams() > 0, last_heard, now) {
+                Look::Dead => return Poll::Ready(Ended::Dead(now.saturating_duration_since(last_heard))),
+                Look::Again(next) => next,
+                Look::Ping(next) => {
+                    if let Some(pings) = &mut self.pings {
+                        // An earlier ping may be under way still: then its answer serves as well.
+                        let _ = pings.send_ping(Ping::opaque());
+                    }
+                    next
                 }
-                self.pinged = true;
-                self.dead_after.saturating_sub(quiet).max(Duration::from_millis(100))
             };
-            self.timer.set(sleep(if load.streams() == 0 { self.ping_after } else { next }));
+            self.timer.set(sleep(next.max(SHORTEST)));
         }
         if let Some(pings) = &mut self.pings {
             // Takes the answer, so that the next ping can be sent.
             let _ = pings.poll_pong(cx);
         }
         Poll::Pending
+    }
+}
+
+impl Silence {
+    fn new(settings: &Settings) -> Self {
+        let patience = settings.dead_after.saturating_sub(settings.ping_after);
+        Self { ping_after: settings.ping_after, patience, pinged: None }
+    }
+
+    /// What to do now, and when to look again.
+    fn look(&mut self, in_use: bool, last_heard: Instant, now: Instant) -> Look {
+        let quiet = now.saturating_duration_since(last_heard);
+        let answered = self.pinged.is_some_and(|pinged| last_heard >= pinged);
+        if !in_use || quiet < self.ping_after || answered {
+            self.pinged = None;
+        }
+        if !in_use {
+            return Look::Again(self.ping_after);
+        }
+        if quiet < self.ping_after {
+            return Look::Again(self.ping_after - quiet);
+        }
+        let Some(pinged) = self.pinged else {
+            self.pinged = Some(now);
+            return Look::Ping(self.patience.min(self.ping_after));
+        };
+        // Counted from the ping: before it the tunnel may have been silent because it had no stream.
+        let waited = now.saturating_duration_since(pinged);
+        if waited >= self.patience { Look::Dead } else { Look::Again((self.patience - waited).min(self.ping_after)) }
     }
 }
 
@@ -147,10 +180,80 @@ pub(super) fn poll_turn<T>(
             Poll::Ready(Ok(())) if turn.is_pending() && socket.take_turned_away() => continue,
             _ => {}
         }
+        let last_heard = socket.last_heard();
         drop(socket);
         if let Poll::Ready(value) = turn {
             return Poll::Ready(Ok(value));
         }
-        return watch.poll(cx, load, tls).map(Err);
+        return watch.poll(cx, load, last_heard).map(Err);
+    }
+}
+
+/// Between two looks at a tunnel.
+const SHORTEST: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn silence() -> Silence {
+        Silence::new(&Settings { ping_after: 5 * SECOND, dead_after: 15 * SECOND, ..Settings::default() })
+    }
+
+    /// Looks for so long as often as it is told to; `heard` says when the last byte came, given when the last ping
+    /// was sent. When the tunnel was found dead, and when pings were sent.
+    fn watch(
+        seconds: u32,
+        in_use: bool,
+        heard: impl Fn(Instant, Option<Instant>) -> Instant,
+    ) -> (Option<Duration>, Vec<Duration>) {
+        let (mut silence, begun) = (silence(), Instant::now() + 600 * SECOND);
+        let (mut now, mut pings, mut pinged) = (begun, Vec::new(), None);
+        while now < begun + seconds * SECOND {
+            now += match silence.look(in_use, heard(begun, pinged), now) {
+                Look::Dead => return (Some(now - begun), pings),
+                Look::Again(next) => next.max(SHORTEST),
+                Look::Ping(next) => {
+                    pings.push(now - begun);
+                    pinged = Some(now);
+                    next.max(SHORTEST)
+                }
+            };
+        }
+        (None, pings)
+    }
+
+    #[test]
+    fn a_quiet_tunnel_lives_for_as_long_as_each_ping_is_answered() {
+        let (dead, pings) = watch(600, true, |begun, pinged| pinged.map_or(begun, |at| at + SECOND / 10));
+        assert_eq!(dead, None);
+        assert!(pings.len() > 50, "{pings:?}");
+    }
+
+    #[test]
+    fn a_peer_that_falls_silent_is_pinged_and_dead_in_bounded_time() {
+        let (dead, pings) = watch(600, true, |begun, _| begun);
+        assert_eq!((dead, pings), (Some(15 * SECOND), vec![5 * SECOND]));
+        // It answered twice before.
+        let (dead, pings) = watch(600, true, |begun, pinged| match pinged {
+            Some(at) if at < begun + 11 * SECOND => at + SECOND / 10,
+            Some(_) => begun + 10 * SECOND + SECOND / 5,
+            None => begun,
+        });
+        assert_eq!(pings.len(), 3);
+        assert!(dead.is_some_and(|dead| dead < 26 * SECOND), "{dead:?}");
+    }
+
+    #[test]
+    fn a_tunnel_that_was_idle_for_long_has_its_whole_time_to_answer() {
+        let (dead, pings) = watch(600, true, |begun, _| begun - 60 * SECOND);
+        assert_eq!((dead, pings), (Some(10 * SECOND), vec![Duration::ZERO]));
+    }
+
+    #[test]
+    fn a_tunnel_without_streams_is_not_pinged() {
+        assert_eq!(watch(600, false, |begun, _| begun), (None, vec![]));
     }
 }

@@ -3,7 +3,7 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
     let files = protox::compile(
-        ["discovery.proto", "workload.proto", "authorization.proto", "citadel.proto", "zds.proto"],
+        ["discovery.proto", "workload.proto", "authorization.proto", "citadel.proto", "trust.proto", "zds.proto"],
         ["proto"],
     )?;
     tonic_prost_build::configure().btree_map(".").bytes(".istio").include_file("wire.rs").compile_fds(files)?;

@@ -16,6 +16,7 @@ use rcgen::{
 };
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, CertificateSigningRequestDer};
+use tokio::sync::watch;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer;
 use ztunnel::identity::{Identity, PrivateKey, rfc3339};
@@ -33,6 +34,32 @@ use root::Root;
 pub struct Ca {
     dir: PathBuf,
     root: ArcSwap<Root>,
+    bundles: watch::Sender<Arc<Bundle>>,
+}
+
+/// The roots in force at one time, the one that signs first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bundle {
+    roots: Vec<CertificateDer<'static>>,
+    version: String,
+}
+
+impl Bundle {
+    fn new(roots: &[CertificateDer<'static>]) -> Self {
+        let mut hash = aws_lc_rs::digest::Context::new(&aws_lc_rs::digest::SHA256);
+        roots.iter().for_each(|root| hash.update(root));
+        let version = hash.finish().as_ref()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        Self { roots: roots.to_vec(), version }
+    }
+
+    pub fn roots(&self) -> &[CertificateDer<'static>] {
+        &self.roots
+    }
+
+    /// Another for other roots.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
 }
 
 /// Why the authority cannot work or sign.
@@ -62,7 +89,8 @@ impl Ca {
     /// Opens the root in a folder, or makes one there.
     pub fn open(dir: &Path) -> Result<Self, CaError> {
         let root = Root::open(dir)?;
-        let this = Self { dir: dir.to_owned(), root: ArcSwap::from_pointee(root) };
+        let bundles = watch::Sender::new(Arc::new(Bundle::new(root.trusted())));
+        let this = Self { dir: dir.to_owned(), root: ArcSwap::from_pointee(root), bundles };
         this.root.load().end_of(SystemTime::now(), Duration::ZERO)?;
         Ok(this)
     }
@@ -75,13 +103,22 @@ impl Ca {
             return Ok(Refreshed::Same);
         }
         read.end_of(SystemTime::now(), Duration::ZERO)?;
-        self.root.store(Arc::new(read.trusting_also(&held)));
+        let root = read.trusting_also(&held);
+        let bundle = Arc::new(Bundle::new(root.trusted()));
+        // First what is handed out, then what is announced.
+        self.root.store(Arc::new(root));
+        self.bundles.send_replace(bundle);
         Ok(Refreshed::Changed)
     }
 
     /// All trusted roots, the one that signs first.
     pub fn roots_pem(&self) -> String {
         self.root.load().bundle().to_owned()
+    }
+
+    /// The roots in force, now and from now on.
+    pub fn bundles(&self) -> watch::Receiver<Arc<Bundle>> {
+        self.bundles.subscribe()
     }
 
     /// When the root that signs ends.

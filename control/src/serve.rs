@@ -26,7 +26,7 @@ use crate::model::{Model, ModelSettings, Snapshot};
 use crate::settings::ServeArgs;
 use crate::tls::{self, SERVING_LIFETIME, Serving};
 use crate::tokens::{KeyFile, KeyFileError, TokenSettings, Tokens};
-use crate::xds::Discovery;
+use crate::xds::{Discovery, Trust};
 
 /// Why control does not run. Each message names the setting.
 #[derive(Debug, thiserror::Error)]
@@ -110,6 +110,8 @@ impl Control {
         let admin = AdminServer::bind("admin", args.admin_addr)?;
         let admin_address = admin.local_addr();
         let pages = admin::pages(&registry, snapshots.clone(), objects.clone(), shutdown.clone());
+        let trust =
+            Trust { bundles: ca.bundles(), trust_domain: args.trust_domain.clone(), renew_within: args.renewal_window };
         let certificates = Certificates {
             ca: ca.clone(),
             tokens: tokens.clone(),
@@ -125,6 +127,7 @@ impl Control {
         };
         let discovery = Discovery {
             snapshots,
+            trust,
             tokens,
             metrics: metrics.clone(),
             shutdown: shutdown.clone(),

@@ -114,6 +114,16 @@ pub struct ServeArgs {
     /// Longest life of workload certificates, and that of those for which none is asked. Default 24h.
     #[arg(long, env = "LEAF_TTL", value_name = "LEAF_TTL", default_value = "24h", value_parser = lifetime)]
     pub leaf_ttl: Duration,
+    /// When the roots change, proxies renew their certificates at once, spread over this time: longer is gentler,
+    /// shorter is quicker. Default 60s.
+    #[arg(
+        long,
+        env = "RENEWAL_WINDOW",
+        value_name = "RENEWAL_WINDOW",
+        default_value = "60s",
+        value_parser = window
+    )]
+    pub renewal_window: Duration,
     /// Metrics, health and debug pages. Default [::]:15014.
     #[arg(long, env = "ADMIN_ADDR", value_name = "ADMIN_ADDR", default_value = "[::]:15014", value_parser = socket_address)]
     pub admin_addr: SocketAddr,
@@ -175,20 +185,28 @@ fn account(text: &str) -> Result<String, String> {
     }
 }
 
-/// A plain number is seconds.
 fn lifetime(text: &str) -> Result<Duration, String> {
-    const EXPECTED: &str = "expected a time from 10s to 2160h (90 days), such as 600, 90m or 24h";
+    let within = seconds(text).filter(|s| (10..=90 * 86400).contains(s)).map(Duration::from_secs);
+    within.ok_or_else(|| "expected a time from 10s to 2160h (90 days), such as 600, 90m or 24h".into())
+}
+
+fn window(text: &str) -> Result<Duration, String> {
+    let within = seconds(text).filter(|s| (1..=86400).contains(s)).map(Duration::from_secs);
+    within.ok_or_else(|| "expected a time from 1s to 24h, such as 60 or 10m".into())
+}
+
+/// A plain number is seconds.
+fn seconds(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let number: u64 = text[..digits].parse().map_err(|_| EXPECTED)?;
+    let number: u64 = text[..digits].parse().ok()?;
     let unit = match &text[digits..] {
         "" | "s" => 1,
         "m" => 60,
         "h" => 3600,
         "d" => 86400,
-        _ => return Err(EXPECTED.into()),
+        _ => return None,
     };
-    let seconds = number.checked_mul(unit).filter(|s| (10..=90 * 86400).contains(s)).ok_or(EXPECTED)?;
-    Ok(Duration::from_secs(seconds))
+    number.checked_mul(unit)
 }
 
 #[cfg(test)]
@@ -224,6 +242,8 @@ mod tests {
             ("--leaf-ttl", "5s", "10s to 2160h"),
             ("--leaf-ttl", "91d", "10s to 2160h"),
             ("--leaf-ttl", "1 day", "10s to 2160h"),
+            ("--renewal-window", "0s", "1s to 24h"),
+            ("--renewal-window", "2d", "1s to 24h"),
             ("--token-audience", "", "without blanks"),
             ("--log-format", "xml", "plain, json"),
         ] {

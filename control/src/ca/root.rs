@@ -79,6 +79,10 @@ impl Root {
         &self.issuer
     }
 
+    pub fn trusted(&self) -> &[CertificateDer<'static>] {
+        &self.trusted
+    }
+
     pub fn bundle(&self) -> &str {
         &self.bundle
     }

@@ -8,6 +8,7 @@ mod session;
 mod subscription;
 #[cfg(test)]
 mod tests;
+mod trust;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -26,10 +27,12 @@ use crate::model::Snapshot;
 use crate::tls::Peer;
 use crate::tokens::Tokens;
 use session::Session;
+pub use trust::Trust;
 
 /// The discovery service.
 pub struct Discovery {
     pub snapshots: watch::Receiver<Snapshot>,
+    pub trust: Trust,
     pub tokens: Arc<Tokens>,
     pub metrics: Arc<Metrics>,
     /// Ends all streams, so that their nodes go to another replica.
@@ -56,7 +59,8 @@ impl AggregatedDiscoveryService for Discovery {
             Status::from(error)
         })?;
         let (send, queue) = mpsc::channel(QUEUE);
-        let session = Session::new(caller, peer, self.snapshots.clone(), send, self.metrics.clone());
+        let session =
+            Session::new(caller, peer, self.snapshots.clone(), self.trust.clone(), send, self.metrics.clone());
         // Ends with its stream, or by the order to stop.
         tokio::spawn(session.run(request.into_inner(), self.shutdown.clone()));
         Ok(Response::new(Box::pin(ReceiverStream::new(queue))))

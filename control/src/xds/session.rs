@@ -14,6 +14,7 @@ use ztunnel::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
 
 use super::node::Proxy;
 use super::subscription::{Answer, Subscription};
+use super::trust::{BUNDLE, Trust};
 use crate::metrics::{Metrics, Open};
 use crate::model::{Set, Snapshot};
 use crate::tokens::Caller;
@@ -22,6 +23,9 @@ pub(super) struct Session {
     caller: Caller,
     peer: Option<SocketAddr>,
     snapshots: watch::Receiver<Snapshot>,
+    trust: Trust,
+    /// Whether the stream wants to hear of the roots.
+    hears_roots: bool,
     send: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
     metrics: Arc<Metrics>,
     nonce: u64,
@@ -43,11 +47,12 @@ impl Session {
         caller: Caller,
         peer: Option<SocketAddr>,
         snapshots: watch::Receiver<Snapshot>,
+        trust: Trust,
         send: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
         metrics: Arc<Metrics>,
     ) -> Self {
         let _open = metrics.stream();
-        Self { caller, peer, snapshots, send, metrics, nonce: 0, _open }
+        Self { caller, peer, snapshots, trust, hears_roots: false, send, metrics, nonce: 0, _open }
     }
 
     pub async fn run(mut self, mut requests: Streaming<DeltaDiscoveryRequest>, shutdown: Shutdown) {
@@ -108,6 +113,14 @@ impl Session {
                         return end;
                     }
                 }
+                changed = self.trust.bundles.changed(), if self.hears_roots => {
+                    if changed.is_err() {
+                        return End::Stopping;
+                    }
+                    if let Err(end) = self.announce_roots(&proxy).await {
+                        return end;
+                    }
+                }
                 next = requests.message() => match next {
                     Ok(Some(next)) => request = Some(next),
                     Ok(None) => return End::Peer,
@@ -128,10 +141,17 @@ impl Session {
     ) -> Result<(), End> {
         let set = Set::from_type_url(&request.type_url);
         if let Some(error) = &request.error_detail {
-            let kind = set.map_or("unknown", Set::label);
+            let is_roots = request.type_url == BUNDLE;
+            let kind = set.map_or(if is_roots { ROOTS } else { "unknown" }, Set::label);
             self.metrics.nack(kind);
             let reason: String = error.message.chars().take(MAX_REASON).collect();
             tracing::warn!(node = proxy.node, pod = proxy.pod, kind, reason, "a proxy cannot use what it was sent");
+        }
+        if request.type_url == BUNDLE {
+            return match std::mem::replace(&mut self.hears_roots, true) {
+                false => self.announce_roots(proxy).await,
+                true => Ok(()),
+            };
         }
         let Some(set) = set else {
             // Nothing of that type is ours to give; who waits for an answer gets one.
@@ -175,6 +195,11 @@ impl Session {
             self.metrics.pushed(published.elapsed());
         }
         Ok(())
+    }
+
+    async fn announce_roots(&mut self, proxy: &Proxy) -> Result<(), End> {
+        let resource = self.trust.resource();
+        self.respond(proxy, ROOTS, BUNDLE.to_owned(), vec![resource], Vec::new(), false).await
     }
 
     /// Sends an answer in messages of bounded size, each made only when there is room for it; removals go last.
@@ -240,6 +265,8 @@ const MAX_REMOVED: usize = 20_000;
 const FIRST_REQUEST: Duration = Duration::from_secs(30);
 /// A node that does not read for so long is disconnected: it comes again and compares.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
+/// The announcement of roots, for metrics.
+const ROOTS: &str = "roots";
 /// Characters of a peer's text in a log line.
 const MAX_REASON: usize = 1000;
 /// `system_version_info` of a response that is not the last of its answer.

@@ -12,7 +12,7 @@ use tonic::{Code, Request, Status, Streaming};
 use super::apply::{Held, Kind, settle};
 use super::status::Termination;
 use super::subscriptions::Subscriptions;
-use super::{Discovery, messages};
+use super::{Discovery, messages, trust};
 use crate::identity::{ControlPlane, Roots, describe_status};
 use crate::proto::discovery::aggregated_discovery_service_client::AggregatedDiscoveryServiceClient;
 use crate::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
@@ -107,6 +107,9 @@ async fn session(control_plane: &ControlPlane, discovery: &Discovery, held: &mut
         // The queue is empty and larger than this.
         let _ = requests.try_send(first);
     }
+    if settings.hear_roots {
+        let _ = requests.try_send(trust::first(settings));
+    }
     let mut call = Request::new(ReceiverStream::new(queue));
     if let Err(error) = control_plane.authorize(call.metadata_mut()) {
         return End::not_connected(error.to_string());
@@ -158,6 +161,9 @@ impl Session<'_> {
     fn take(&mut self, response: &DeltaDiscoveryResponse) -> Result<(), End> {
         let bytes = response.resources.iter().map(|r| r.encoded_len() as u64).sum();
         self.discovery.shared.message(&response.type_url, bytes);
+        if response.type_url == trust::BUNDLE {
+            return self.hear_roots(response);
+        }
         let Some(kind) = Kind::of(&response.type_url) else {
             tracing::debug!(type_url = response.type_url, "a type that is not used here");
             return self.send(messages::answer(response, &[]));
@@ -187,6 +193,27 @@ impl Session<'_> {
             tracing::warn!(kind = kind.url(), refused, reason, "resources cannot be used");
         }
         self.send(messages::answer(response, &applied.refused))
+    }
+
+    /// Passes on which roots are in force.
+    fn hear_roots(&mut self, response: &DeltaDiscoveryResponse) -> Result<(), End> {
+        let mut refused = Vec::new();
+        match trust::read(response) {
+            Ok(Some(roots)) => {
+                self.discovery.roots.send_if_modified(|held| {
+                    let is_new = held.as_ref() != Some(&roots);
+                    *held = Some(roots);
+                    is_new
+                });
+            }
+            Ok(None) => {}
+            Err((name, reason)) => {
+                tracing::warn!(name, reason, "the announced roots cannot be used");
+                self.discovery.shared.refused(1);
+                refused.push((name, reason));
+            }
+        }
+        self.send(messages::answer(response, &refused))
     }
 
     /// On demand: asks for what connections need, and gives up what has not been used for long.

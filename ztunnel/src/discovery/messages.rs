@@ -69,7 +69,7 @@ pub fn reasons(refused: &[(String, String)]) -> String {
     text
 }
 
-fn node(settings: &DiscoverySettings) -> Node {
+pub fn node(settings: &DiscoverySettings) -> Node {
     let ip = settings.instance_ip.map_or_else(|| "1.1.1.1".to_owned(), |ip| ip.to_string());
     let namespace = &settings.pod_namespace;
     let id = format!("ztunnel~{ip}~{}.{namespace}~{namespace}.svc.cluster.local", settings.pod_name);

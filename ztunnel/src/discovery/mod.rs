@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 mod apply;
@@ -19,12 +20,14 @@ mod status;
 mod subscriptions;
 #[cfg(test)]
 mod tests;
+mod trust;
 
 use crate::identity::{ControlPlane, LinkTimings};
 use crate::mesh::{Mesh, NetworkAddress};
 use demand::{Answer, Demand, Full, Key};
 use status::Shared;
 pub use status::{DiscoveryStatus, Termination};
+pub use trust::AnnouncedRoots;
 
 /// Settings of discovery.
 #[derive(Debug, Clone)]
@@ -58,6 +61,8 @@ pub struct DiscoverySettings {
     pub absent_for: (Duration, Duration),
     /// On demand: what nobody has used for so long is no longer watched.
     pub forget_after: Duration,
+    /// Hear which roots are in force. Only for a control plane that signs the certificates too.
+    pub hear_roots: bool,
 }
 
 /// A running discovery. Cheap to clone.
@@ -66,6 +71,7 @@ pub struct Discovery {
     mesh: Arc<Mesh>,
     shared: Arc<Shared>,
     demand: Arc<Demand>,
+    roots: watch::Sender<Option<AnnouncedRoots>>,
     settings: Arc<DiscoverySettings>,
 }
 
@@ -102,6 +108,7 @@ impl Default for DiscoverySettings {
             quiet: Duration::from_secs(10),
             absent_for: (Duration::from_secs(5), Duration::from_secs(60)),
             forget_after: Duration::from_secs(1800),
+            hear_roots: false,
         }
     }
 }
@@ -109,7 +116,8 @@ impl Default for DiscoverySettings {
 impl Discovery {
     /// Starts the stream on the present runtime; it goes on for as long as that lives.
     pub fn start(control_plane: ControlPlane, settings: DiscoverySettings, mesh: Arc<Mesh>) -> Self {
-        let this = Self { mesh, shared: Arc::default(), demand: Arc::default(), settings: Arc::new(settings) };
+        let roots = watch::Sender::new(None);
+        let this = Self { mesh, shared: Arc::default(), demand: Arc::default(), roots, settings: Arc::new(settings) };
         tokio::spawn(client::run(control_plane, this.clone()));
         this
     }
@@ -123,6 +131,11 @@ impl Discovery {
         let mut synced = self.shared.watch_synced();
         // The sender lives in `self`.
         let _ = synced.wait_for(|s| *s).await;
+    }
+
+    /// The roots in force as the control plane announced them last; nothing from one that does not announce any.
+    pub fn announced_roots(&self) -> watch::Receiver<Option<AnnouncedRoots>> {
+        self.roots.subscribe()
     }
 
     pub fn status(&self) -> DiscoveryStatus {

@@ -8,6 +8,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tonic::Status;
 
 use super::apply::{ADDRESS, AUTHORIZATION, Kind};
+use super::trust::BUNDLE;
 use super::*;
 use crate::identity::{ControlPlane, RootSource, TokenSource};
 use crate::mesh::Mesh;
@@ -420,4 +421,33 @@ async fn a_refused_token_and_a_foreign_root_are_told_with_the_address() {
     until("the reason", || discovery.status().last_error.is_some()).await;
     let error = discovery.status().last_error.unwrap();
     assert!(error.contains("request authenticate failure") && error.contains(&address), "{error}");
+}
+
+#[tokio::test]
+async fn announced_roots_are_passed_on_when_they_change_and_are_not_needed_for_anything() {
+    let mut server = Server::start().await;
+    let (discovery, _) = start(&server, DiscoverySettings { hear_roots: true, ..settings() });
+    let mut heard = discovery.announced_roots();
+    let mut stream = open(&mut server).await;
+    assert_eq!(stream.request().await.type_url, BUNDLE);
+    stream.send(Kind::Address, vec![], &[]).await;
+    stream.acked().await;
+    stream.send(Kind::Authorization, vec![], &[]).await;
+    stream.acked().await;
+    timeout(SOON, discovery.synced()).await.expect("synced without any announcement");
+
+    let nonce = stream.announce(&[b"one"], 1500).await;
+    let ack = stream.request().await;
+    assert_eq!((ack.type_url.as_str(), ack.response_nonce, ack.error_detail), (BUNDLE, nonce, None));
+    let announced = heard.borrow_and_update().clone().unwrap();
+    assert_eq!(announced.roots, [rustls::pki_types::CertificateDer::from(&b"one"[..])]);
+    assert_eq!(announced.renew_within, Duration::from_millis(1500));
+
+    stream.announce(&[b"one"], 1500).await;
+    stream.acked().await;
+    assert!(!heard.has_changed().unwrap(), "the same again is no news");
+    stream.announce(&[], 1500).await;
+    let nack = stream.request().await;
+    assert!(nack.error_detail.unwrap().message.contains("cluster.local: it has 0 roots"));
+    assert!(!heard.has_changed().unwrap());
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 use arc_swap::ArcSwap;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
+use rustls::pki_types::CertificateDer;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
@@ -86,9 +87,18 @@ struct Shared {
     /// What `get` reads.
     available: ArcSwap<HashMap<Identity, Arc<Certificate>>>,
     changes: watch::Sender<u64>,
+    /// The roots that fresh certificates should come with, if that is known.
+    expected: Mutex<Option<Expected>>,
     /// Wakes the worker.
     wake: Arc<Notify>,
     counters: StoreCounters,
+}
+
+/// Roots that are said to be in force.
+struct Expected {
+    roots: Vec<CertificateDer<'static>>,
+    /// Certificates with others are renewed within this time.
+    within: Duration,
 }
 
 struct Entry {
@@ -97,6 +107,8 @@ struct Entry {
     certificate: Option<Arc<Certificate>>,
     last_error: Option<String>,
     failures: u32,
+    /// Certificates in a row that came with other roots than expected.
+    behind: u32,
     priority: Priority,
     in_flight: bool,
     /// Tells an answer that comes after the entry was forgotten and made again.
@@ -125,6 +137,7 @@ impl Store {
             entries: Mutex::default(),
             available: ArcSwap::default(),
             changes: watch::Sender::new(0),
+            expected: Mutex::default(),
             wake: Arc::default(),
             counters: StoreCounters::default(),
         });
@@ -189,6 +202,26 @@ impl Store {
             entries.remove(identity);
             self.0.publish(&entries);
         }
+    }
+
+    /// These roots are in force now: certificates that came with others are renewed, spread over `within`. Nothing is
+    /// trusted for that; what a certificate trusts came with it.
+    pub fn expect_roots(&self, roots: Vec<CertificateDer<'static>>, within: Duration) {
+        let mut entries = self.0.lock();
+        let expected = Expected { roots, within };
+        let now = Instant::now();
+        let mut early = 0;
+        for entry in entries.values_mut() {
+            entry.behind = 0;
+            if entry.certificate.as_ref().is_some_and(|certificate| !expected.is_met_by(certificate)) {
+                entry.next_try = entry.next_try.min(now + within.mul_f64(random::factor(1.0) / 2.0));
+                early += 1;
+            }
+        }
+        tracing::info!(roots = expected.roots.len(), early, ?within, "certificates with other roots are renewed early");
+        *self.0.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some(expected);
+        drop(entries);
+        self.0.wake.notify_one();
     }
 
     /// All identities that are known here, in order.
@@ -271,6 +304,19 @@ impl Shared {
         entries.values().filter_map(Entry::due).min().map_or(latest, |next| next.min(latest))
     }
 
+    /// When to ask again for a certificate that did not come with the roots that are in force, as from a replica of the
+    /// authority that is behind.
+    fn sooner(&self, entry: &mut Entry, certificate: &Certificate) -> Option<Duration> {
+        let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(expected) = expected.as_ref().filter(|expected| !expected.is_met_by(certificate)) else {
+            entry.behind = 0;
+            return None;
+        };
+        let wait = expected.within.max(self.settings.first_backoff).saturating_mul(1 << entry.behind.min(20));
+        entry.behind = entry.behind.saturating_add(1);
+        Some(wait.mul_f64(random::factor(0.2)))
+    }
+
     fn finish(&self, identity: &Identity, generation: u64, result: Result<Certificate, IssueError>) {
         let mut entries = self.lock();
         let Some(entry) = entries.get_mut(identity).filter(|entry| entry.generation == generation) else { return };
@@ -279,7 +325,8 @@ impl Shared {
         match result {
             Ok(certificate) => {
                 tracing::debug!(%identity, serial = certificate.serial(), "certificate issued");
-                entry.next_try = Instant::now() + renew_in(&certificate, SystemTime::now());
+                let renewal = renew_in(&certificate, SystemTime::now());
+                entry.next_try = Instant::now() + self.sooner(entry, &certificate).map_or(renewal, |s| s.min(renewal));
                 entry.certificate = Some(Arc::new(certificate));
                 entry.last_error = None;
                 entry.failures = 0;
@@ -309,6 +356,13 @@ impl Shared {
     }
 }
 
+impl Expected {
+    fn is_met_by(&self, certificate: &Certificate) -> bool {
+        let theirs = certificate.roots();
+        self.roots.iter().all(|root| theirs.contains(root)) && theirs.iter().all(|root| self.roots.contains(root))
+    }
+}
+
 impl Entry {
     fn new(priority: Priority) -> Self {
         static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -317,6 +371,7 @@ impl Entry {
             certificate: None,
             last_error: None,
             failures: 0,
+            behind: 0,
             priority,
             in_flight: false,
             generation: GENERATION.fetch_add(1, Ordering::Relaxed),

@@ -12,3 +12,4 @@ pub use wire::istio::security;
 pub use wire::istio::v1::auth as citadel;
 pub use wire::istio::workload;
 pub use wire::istio::workload::zds;
+pub use wire::understory::trust;

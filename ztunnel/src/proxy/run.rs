@@ -51,6 +51,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let authority = CaClient::new(ca(&config), ca_settings(&config), Arc::new(TrustSettings::default()));
         let store = Store::start(Arc::new(authority), StoreSettings::default());
         tokio::spawn(prefetch(mesh.clone(), store.clone()));
+        tokio::spawn(follow_roots(discovery.clone(), store.clone()));
 
         let admin = Server::bind("admin", config.listen.admin_addr)?;
         let metrics_server = Server::bind("metrics", config.listen.metrics_addr)?;
@@ -176,6 +177,7 @@ fn discovery_settings(config: &ProxyConfig) -> DiscoverySettings {
         on_demand: config.control.on_demand,
         cluster_cidrs: config.mesh.cluster_cidrs.clone(),
         wait: config.timeouts.on_demand,
+        hear_roots: config.control.ca_address == config.control.xds_address,
         ..DiscoverySettings::default()
     }
 }
@@ -201,6 +203,19 @@ async fn prefetch(mesh: Arc<Mesh>, store: Store) {
         wanted = now;
         // The mesh lives as long as the process.
         let _ = changes.changed().await;
+    }
+}
+
+/// Certificates that came with other roots than the control plane announces are renewed before their time.
+async fn follow_roots(discovery: Discovery, store: Store) {
+    let mut announced = discovery.announced_roots();
+    loop {
+        let newest = announced.borrow_and_update().clone();
+        if let Some(newest) = newest {
+            store.expect_roots(newest.roots, newest.renew_within);
+        }
+        // The sender lives in `discovery`.
+        let _ = announced.changed().await;
     }
 }
 

@@ -14,6 +14,7 @@ use crate::proto::discovery::aggregated_discovery_service_server::{
     AggregatedDiscoveryService, AggregatedDiscoveryServiceServer,
 };
 use crate::proto::discovery::{DeltaDiscoveryResponse, Resource as WireResource};
+use crate::proto::trust::Bundle;
 use crate::proto::{security, workload};
 
 pub struct Server {
@@ -204,6 +205,23 @@ impl Stream {
     pub async fn send(&mut self, kind: Kind, resources: Vec<Resource>, removed: &[&str]) -> String {
         self.nonce += 1;
         let response = response(kind, resources, removed, self.nonce);
+        self.responses.send(Ok(response)).await.unwrap();
+        self.nonce.to_string()
+    }
+
+    /// Announces roots.
+    pub async fn announce(&mut self, roots: &[&[u8]], renew_within_ms: u64) -> String {
+        self.nonce += 1;
+        let bundle = Bundle { roots: roots.iter().map(|r| r.to_vec()).collect(), renew_within_ms };
+        let content = prost_types::Any { type_url: BUNDLE.into(), value: bundle.encode_to_vec() };
+        let resource =
+            WireResource { name: "cluster.local".into(), resource: Some(content), ..WireResource::default() };
+        let response = DeltaDiscoveryResponse {
+            resources: vec![resource],
+            type_url: BUNDLE.into(),
+            nonce: self.nonce.to_string(),
+            ..DeltaDiscoveryResponse::default()
+        };
         self.responses.send(Ok(response)).await.unwrap();
         self.nonce.to_string()
     }

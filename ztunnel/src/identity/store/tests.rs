@@ -9,6 +9,8 @@ use crate::identity::{CertificateError, TrustSettings};
 /// Answers as the test tells it to.
 struct FakeAuthority {
     ca: TestCa,
+    /// Roots that come with each certificate beside its own.
+    further_roots: Mutex<Vec<CertificateDer<'static>>>,
     lifetime: Duration,
     delay: Duration,
     calls: Mutex<Vec<Identity>>,
@@ -27,6 +29,7 @@ impl FakeAuthority {
     fn with(lifetime: Duration, delay: Duration) -> Arc<Self> {
         Arc::new(Self {
             ca: TestCa::new("root"),
+            further_roots: Mutex::default(),
             lifetime,
             delay,
             calls: Mutex::default(),
@@ -58,9 +61,17 @@ impl CertificateAuthority for FakeAuthority {
                 return Err(IssueError::Refused { identity, authority: "https://ca:15012".into(), reason });
             }
             let leaf = Leaf::of(&identity).lives(self.lifetime);
-            self.ca.try_certificate(&identity, &leaf, TrustSettings::default()).map_err(|reason: CertificateError| {
-                IssueError::Unusable { identity, authority: "https://ca:15012".into(), reason }
-            })
+            let key = crate::identity::PrivateKey::generate().unwrap();
+            let chain = vec![self.ca.sign(&leaf, &key)];
+            let mut roots = vec![self.ca.root_der()];
+            roots.extend(self.further_roots.lock().unwrap().clone());
+            Certificate::new(&identity, Arc::new(key), chain, roots, Arc::new(TrustSettings::default())).map_err(
+                |reason: CertificateError| IssueError::Unusable {
+                    identity,
+                    authority: "https://ca:15012".into(),
+                    reason,
+                },
+            )
         })
     }
 }
@@ -222,4 +233,52 @@ async fn the_worker_ends_with_the_store() {
     })
     .await
     .expect("the worker let go of the authority");
+}
+
+#[tokio::test]
+async fn certificates_with_other_roots_than_announced_are_renewed_early_and_others_are_not() {
+    let authority = FakeAuthority::new();
+    let store = Store::start(authority.clone(), StoreSettings::default());
+    let cart = identity("cart");
+    store.want(&cart);
+    let first = store.wait(&cart, SOON).await.unwrap();
+    let mut changes = store.changes();
+    changes.borrow_and_update();
+
+    let within = Duration::from_millis(50);
+    store.expect_roots(vec![authority.ca.root_der()], within);
+    assert!(tokio::time::timeout(Duration::from_millis(200), changes.changed()).await.is_err(), "nothing has changed");
+
+    let next = TestCa::new("next").root_der();
+    *authority.further_roots.lock().unwrap() = vec![next.clone()];
+    store.expect_roots(vec![next.clone(), authority.ca.root_der()], within);
+    tokio::time::timeout(SOON, changes.changed()).await.unwrap().unwrap();
+    let second = store.get(&cart).unwrap();
+    assert_ne!(second.serial(), first.serial());
+    assert!(second.roots().contains(&next));
+    assert_eq!(authority.calls_for(&cart), 2);
+}
+
+/// A replica of the authority that is behind is asked again, ever more rarely.
+#[tokio::test]
+async fn an_authority_that_is_behind_its_announcement_is_asked_again_until_it_is_not() {
+    let authority = FakeAuthority::new();
+    let store = Store::start(authority.clone(), StoreSettings::default());
+    let cart = identity("cart");
+    store.want(&cart);
+    store.wait(&cart, SOON).await.unwrap();
+    let next = TestCa::new("next").root_der();
+    store.expect_roots(vec![next.clone(), authority.ca.root_der()], Duration::from_millis(10));
+    let end = Instant::now() + SOON;
+    while authority.calls_for(&cart) < 3 {
+        assert!(Instant::now() < end, "asked only {} times", authority.calls_for(&cart));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    *authority.further_roots.lock().unwrap() = vec![next.clone()];
+    while !store.get(&cart).unwrap().roots().contains(&next) {
+        assert!(Instant::now() < end + SOON, "the new root never came");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let calls = authority.calls_for(&cart);
+    assert!(calls < 10, "{calls} requests are a hot loop");
 }

@@ -1,39 +1,47 @@
-//! From how a relay ended to what telemetry says about it.
+//! Carries an established connection to its end, and tells telemetry how it ended.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 
-use super::relay::{Cut, Meter, Moved, Side};
+use super::relay::{Cut, Meter, Moved, Relay, Side};
 use crate::telemetry::Connection;
-use crate::telemetry::flow::{self, CloseReason, Failure, How, Outcome, ResponseFlag};
+use crate::telemetry::flow::{self, CloseReason, Direction, Failure, How, Outcome, ResponseFlag};
 
-/// Counts a relay's bytes on a connection; `local` is the side that the local app is.
-pub struct Count<'a> {
-    pub connection: &'a Connection,
-    pub local: Side,
+/// Carries a connection to its end, by its relay or by order, and keeps `kept` until then.
+#[expect(
+    clippy::manual_async_fn,
+    reason = "an async fn holds its arguments twice, and this is what an idle connection costs"
+)]
+pub fn carry<K>(mut relay: impl Relay, connection: Connection, kept: K) -> impl Future<Output = ()> {
+    async move {
+        let outcome = poll_fn(|cx| match connection.poll_close_ordered(cx) {
+            Poll::Ready(reason) => Poll::Ready(Outcome::closed(reason)),
+            Poll::Pending => relay.poll(cx, &Count(&connection)).map(outcome),
+        })
+        .await;
+        drop(relay);
+        connection.finish(&outcome);
+        drop(kept);
+    }
 }
+
+/// Counts a relay's bytes on a connection.
+struct Count<'a>(&'a Connection);
 
 impl Meter for Count<'_> {
     fn up(&self, bytes: u64) {
-        match self.local {
-            Side::Client => self.connection.sent(bytes),
-            Side::Server => self.connection.received(bytes),
+        match self.0.flow().direction {
+            Direction::Outbound => self.0.sent(bytes),
+            Direction::Inbound => self.0.received(bytes),
         }
     }
 
     fn down(&self, bytes: u64) {
-        match self.local {
-            Side::Client => self.connection.received(bytes),
-            Side::Server => self.connection.sent(bytes),
+        match self.0.flow().direction {
+            Direction::Outbound => self.0.received(bytes),
+            Direction::Inbound => self.0.sent(bytes),
         }
-    }
-}
-
-/// Runs a relay until it ends or is ordered to.
-pub async fn relay(connection: &Connection, relay: impl Future<Output = Result<Moved, Cut>>) -> Outcome {
-    tokio::select! {
-        biased;
-        reason = connection.close_ordered() => Outcome::closed(reason),
-        ended = relay => outcome(ended),
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use http::{Method, StatusCode};
 use tokio::net::TcpStream;
 
-use super::finish::{Count, relay};
+use super::finish::carry;
 use super::relay::{Resetting, Side, TunnelRelay};
 use super::state::{OpenConnection, Phase, Pod};
 use super::worker::{Counted, Worker};
@@ -18,7 +18,6 @@ use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TlsError, Tun
 use crate::identity::{Identity, describe_tls_error, peer_identity};
 use crate::mesh::{NetworkAddress, Workload};
 use crate::policy::{self, evaluate};
-use crate::telemetry::Connection;
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
 
 /// What all streams of a tunnel have in common.
@@ -127,28 +126,13 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming, open: OpenConnection
     match opened.await {
         Ok((app, established)) => {
             let connection = telemetry.open(flow);
-            tokio::task::spawn_local(carry(tunnel, app, established, connection, open, work));
+            let Established { send, recv, count } = established;
+            let half_close = tunnel.worker.shared.config.timeouts.half_close;
+            let relay = TunnelRelay::new(Resetting::new(app), Side::Server, send, recv, half_close);
+            tokio::task::spawn_local(carry(relay, connection, (count, open, work)));
         }
         Err(failure) => telemetry.failed(&flow, &failure),
     }
-}
-
-async fn carry(
-    tunnel: Rc<Tunnel>,
-    app: TcpStream,
-    established: Established,
-    connection: Connection,
-    _open: OpenConnection,
-    _work: crate::lifecycle::Work,
-) {
-    let Established { send, recv, count: _count } = established;
-    let half_close = tunnel.worker.shared.config.timeouts.half_close;
-    drop(tunnel);
-    let meter = Count { connection: &connection, local: Side::Server };
-    let carried =
-        TunnelRelay { app: Resetting::new(app), app_side: Side::Server, send, recv, meter: &meter, half_close };
-    let outcome = relay(&connection, carried.run()).await;
-    connection.finish(&outcome);
 }
 
 /// A refusal: what the peer is answered, and what the log says.

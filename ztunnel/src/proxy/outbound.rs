@@ -12,7 +12,7 @@ use http::{Method, Uri};
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-use super::finish::{Count, relay};
+use super::finish::carry;
 use super::relay::{PlainRelay, Resetting, Side, TunnelRelay};
 use super::route::{Hop, HopKind, route};
 use super::state::{Phase, Pod};
@@ -26,9 +26,9 @@ use crate::random;
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
 
 /// Serves a connection to its end.
-pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: SocketAddr, _counted: Counted) {
-    let _open = pod.count();
-    let _work = worker.shared.shutdown.work();
+pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: SocketAddr, counted: Counted) {
+    let open = pod.count();
+    let work = worker.shared.shutdown.work();
     let app = Resetting::new(app);
     let dialled = match dialled(&worker, &pod, &app, client) {
         Ok(dialled) => dialled,
@@ -57,38 +57,19 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
             return;
         }
     };
-    let busy = upstream.busy;
-    let connection = worker.shared.telemetry.open(flow);
-    tokio::task::spawn_local(carry(worker, pod, app, upstream.link, connection, busy, _counted, _open, _work));
-}
-
-#[allow(clippy::too_many_arguments)]
-async fn carry(
-    worker: Rc<Worker>,
-    _pod: Arc<Pod>,
-    app: Resetting,
-    link: Link,
-    connection: crate::telemetry::Connection,
-    _busy: Option<Busy>,
-    _counted: Counted,
-    _open: super::state::OpenConnection,
-    _work: crate::lifecycle::Work,
-) {
     let half_close = worker.shared.config.timeouts.half_close;
-    drop(worker);
-    let meter = Count { connection: &connection, local: Side::Client };
-    let outcome = match link {
+    let connection = worker.shared.telemetry.open(flow);
+    let kept = (upstream.busy, pod, counted, open, work);
+    match upstream.link {
         Link::Plain(server) => {
-            let plain = PlainRelay { client: app, server: Resetting::new(server), meter: &meter, half_close };
-            relay(&connection, plain.run()).await
+            tokio::task::spawn_local(carry(PlainRelay::new(app, server, half_close), connection, kept));
         }
         Link::Tunnel(stream) => {
-            let Stream { send, recv, headers: _, count: _count } = *stream;
-            let tunnel = TunnelRelay { app, app_side: Side::Client, send, recv, meter: &meter, half_close };
-            relay(&connection, tunnel.run()).await
+            let Stream { send, recv, headers: _, count } = *stream;
+            let relay = TunnelRelay::new(app, Side::Client, send, recv, half_close);
+            tokio::task::spawn_local(carry(relay, connection, (kept, count)));
         }
-    };
-    connection.finish(&outcome);
+    }
 }
 
 /// A way to the server.

@@ -9,14 +9,13 @@ use std::sync::Arc;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-use super::finish::{Count, relay};
+use super::finish::carry;
 use super::inbound::{ILLEGAL_PORTS, dial, judge};
-use super::relay::{PlainRelay, Resetting, Side};
-use super::state::{OpenConnection, Phase, Pod};
+use super::relay::{PlainRelay, Resetting};
+use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::capture::sockets::redirected_from;
 use crate::mesh::NetworkAddress;
-use crate::telemetry::Connection;
 use crate::telemetry::flow::{Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
 
 /// Serves a connection to its end.
@@ -40,27 +39,11 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
     match reached.await {
         Ok(app) => {
             let connection = worker.shared.telemetry.open(flow);
-            tokio::task::spawn_local(carry(worker, client_socket, app, connection, counted, open, work));
+            let relay = PlainRelay::new(client_socket, app, worker.shared.config.timeouts.half_close);
+            tokio::task::spawn_local(carry(relay, connection, (counted, open, work)));
         }
         Err(failure) => worker.shared.telemetry.failed(&flow, &failure),
     }
-}
-
-async fn carry(
-    worker: Rc<Worker>,
-    client: Resetting,
-    app: TcpStream,
-    connection: Connection,
-    _counted: Counted,
-    _open: OpenConnection,
-    _work: crate::lifecycle::Work,
-) {
-    let half_close = worker.shared.config.timeouts.half_close;
-    drop(worker);
-    let meter = Count { connection: &connection, local: Side::Server };
-    let plain = PlainRelay { client, server: Resetting::new(app), meter: &meter, half_close };
-    let outcome = relay(&connection, plain.run()).await;
-    connection.finish(&outcome);
 }
 
 async fn reach(

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -42,7 +42,7 @@ pub enum Cut {
 }
 
 /// What a relay has moved and how it ended. The last to be closed says who closed the connection first.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Moved {
     /// Client to server, bytes.
     pub up: u64,
@@ -76,44 +76,14 @@ impl Side {
     }
 }
 
-/// Between an app's TCP connection and a stream. `app` says which side the app is.
-pub struct TunnelRelay<'a, M> {
-    pub app: Resetting,
-    pub app_side: Side,
-    pub send: SendStream<Bytes>,
-    pub recv: RecvStream,
-    pub meter: &'a M,
-    /// Silence after which a half-closed connection is ended.
-    pub half_close: Duration,
+/// Two sides between which bytes are moved. Dropped before its end, both sides see a reset.
+pub trait Relay {
+    /// Moves what can be moved; ready when both directions have ended. Not polled again after that.
+    fn poll(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<Moved, Cut>>;
 }
 
-impl<M: Meter> TunnelRelay<'_, M> {
-    /// Runs to the end. If this future is dropped, both sides see a reset.
-    pub async fn run(self) -> Result<Moved, Cut> {
-        let mut state = TunnelState {
-            app: self.app,
-            app_side: self.app_side,
-            send: self.send,
-            recv: self.recv,
-            read_size: FIRST_READ,
-            pending: VecDeque::new(),
-            pending_bytes: 0,
-            recv_ended: false,
-            from_app_done: false,
-            to_app_done: false,
-            progress: false,
-        };
-        let mut moved = Moved::default();
-        let mut silence = Silence::new(self.half_close);
-        let meter = self.meter;
-        poll_fn(|cx| state.poll(cx, meter, &mut moved, &mut silence)).await?;
-        // Orderly: the close of the socket is a FIN that has been sent already.
-        state.app.keep();
-        Ok(moved)
-    }
-}
-
-struct TunnelState {
+/// Between an app's TCP connection and a stream.
+pub struct TunnelRelay {
     app: Resetting,
     app_side: Side,
     send: SendStream<Bytes>,
@@ -125,54 +95,83 @@ struct TunnelState {
     from_app_done: bool,
     to_app_done: bool,
     progress: bool,
+    moved: Moved,
+    silence: Silence,
 }
 
-impl TunnelState {
-    fn poll(
-        &mut self,
-        cx: &mut Context<'_>,
-        meter: &impl Meter,
-        moved: &mut Moved,
-        silence: &mut Silence,
-    ) -> Poll<Result<(), Cut>> {
-        self.progress = false;
-        let result = self.poll_both(cx, meter, moved);
-        if let Poll::Ready(Err(_)) = result {
-            self.send.send_reset(Reason::CANCEL);
-            return result;
+impl TunnelRelay {
+    /// `app_side` says which side the app is; `half_close` is the silence after which a half-closed connection is ended.
+    pub fn new(
+        app: Resetting,
+        app_side: Side,
+        send: SendStream<Bytes>,
+        recv: RecvStream,
+        half_close: Duration,
+    ) -> Self {
+        Self {
+            app,
+            app_side,
+            send,
+            recv,
+            read_size: FIRST_READ,
+            pending: VecDeque::new(),
+            pending_bytes: 0,
+            recv_ended: false,
+            from_app_done: false,
+            to_app_done: false,
+            progress: false,
+            moved: Moved::default(),
+            silence: Silence::new(half_close),
         }
-        if result.is_ready() {
-            return result;
+    }
+}
+
+impl Relay for TunnelRelay {
+    fn poll(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<Moved, Cut>> {
+        self.progress = false;
+        match self.poll_both(cx, meter) {
+            Poll::Ready(Ok(())) => {
+                // Orderly: the close of the socket is a FIN that has been sent already.
+                self.app.keep();
+                return Poll::Ready(Ok(self.moved));
+            }
+            Poll::Ready(Err(cut)) => {
+                self.send.send_reset(Reason::CANCEL);
+                return Poll::Ready(Err(cut));
+            }
+            Poll::Pending => {}
         }
         if self.from_app_done != self.to_app_done {
             let first = if self.from_app_done { self.app_side } else { self.app_side.other() };
-            if silence.poll(cx, self.progress).is_ready() {
+            if self.silence.poll(cx, self.progress).is_ready() {
                 self.send.send_reset(Reason::CANCEL);
-                return Poll::Ready(Err(Cut::HalfClosed(first, silence.limit)));
+                return Poll::Ready(Err(Cut::HalfClosed(first, self.silence.limit)));
             }
         }
         Poll::Pending
     }
+}
 
-    fn poll_both(&mut self, cx: &mut Context<'_>, meter: &impl Meter, moved: &mut Moved) -> Poll<Result<(), Cut>> {
+impl TunnelRelay {
+    fn poll_both(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<(), Cut>> {
         let mut pending = false;
         if !self.to_app_done {
-            match self.poll_to_app(cx, meter, moved) {
+            match self.poll_to_app(cx, meter) {
                 Poll::Ready(Ok(())) => {
                     self.to_app_done = true;
                     self.progress = true;
-                    moved.first_fin.get_or_insert(self.app_side.other());
+                    self.moved.first_fin.get_or_insert(self.app_side.other());
                 }
                 Poll::Ready(Err(cut)) => return Poll::Ready(Err(cut)),
                 Poll::Pending => pending = true,
             }
         }
         if !self.from_app_done {
-            match self.poll_from_app(cx, meter, moved) {
+            match self.poll_from_app(cx, meter) {
                 Poll::Ready(Ok(())) => {
                     self.from_app_done = true;
                     self.progress = true;
-                    moved.first_fin.get_or_insert(self.app_side);
+                    self.moved.first_fin.get_or_insert(self.app_side);
                 }
                 Poll::Ready(Err(cut)) => return Poll::Ready(Err(cut)),
                 Poll::Pending => pending = true,
@@ -181,7 +180,7 @@ impl TunnelState {
         if pending { Poll::Pending } else { Poll::Ready(Ok(())) }
     }
 
-    fn poll_from_app(&mut self, cx: &mut Context<'_>, meter: &impl Meter, moved: &mut Moved) -> Poll<Result<(), Cut>> {
+    fn poll_from_app(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<(), Cut>> {
         loop {
             // Window is asked for only when there is something to send: an idle stream holds none of the tunnel's.
             if self.app.socket.poll_read_ready(cx).map_err(|e| Cut::Io(self.app_side, e))?.is_pending() {
@@ -222,11 +221,11 @@ impl TunnelState {
             }
             self.read_size = next_read(self.read_size, n);
             self.progress = true;
-            count(self.app_side, n as u64, meter, moved);
+            count(self.app_side, n as u64, meter, &mut self.moved);
         }
     }
 
-    fn poll_to_app(&mut self, cx: &mut Context<'_>, meter: &impl Meter, moved: &mut Moved) -> Poll<Result<(), Cut>> {
+    fn poll_to_app(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<(), Cut>> {
         loop {
             while !self.recv_ended && self.pending.len() < GATHER && self.pending_bytes < MAX_READ {
                 match self.recv.poll_data(cx) {
@@ -258,7 +257,7 @@ impl TunnelState {
                 Err(error) => return Poll::Ready(Err(self.app_failed(error))),
             };
             self.written(n).map_err(|e| self.broken(e))?;
-            count(self.app_side.other(), n as u64, meter, moved);
+            count(self.app_side.other(), n as u64, meter, &mut self.moved);
         }
     }
 
@@ -293,54 +292,63 @@ impl TunnelState {
 }
 
 /// Between two TCP connections.
-pub struct PlainRelay<'a, M> {
-    pub client: Resetting,
-    pub server: Resetting,
-    pub meter: &'a M,
-    /// Silence after which a half-closed connection is ended.
-    pub half_close: Duration,
+pub struct PlainRelay {
+    client: Resetting,
+    server: Resetting,
+    up: Pipe,
+    down: Pipe,
+    moved: Moved,
+    silence: Silence,
 }
 
-impl<M: Meter> PlainRelay<'_, M> {
-    /// Runs to the end. If this future is dropped, both sides see a reset.
-    pub async fn run(self) -> Result<Moved, Cut> {
-        let (mut client, mut server) = (self.client, self.server);
-        let (mut up, mut down) = (Pipe::default(), Pipe::default());
-        let mut moved = Moved::default();
-        let mut silence = Silence::new(self.half_close);
-        poll_fn(|cx| {
-            let before = (moved.up, moved.down, up.done, down.done);
-            let up_turn = up.poll(cx, &mut client.socket, &mut server.socket, Side::Client, |n| {
-                moved.up += n;
-                self.meter.up(n);
-            });
-            if up.done {
-                moved.first_fin.get_or_insert(Side::Client);
+impl PlainRelay {
+    /// `half_close` is the silence after which a half-closed connection is ended.
+    pub fn new(client: Resetting, server: TcpStream, half_close: Duration) -> Self {
+        Self {
+            client,
+            server: Resetting::new(server),
+            up: Pipe::default(),
+            down: Pipe::default(),
+            moved: Moved::default(),
+            silence: Silence::new(half_close),
+        }
+    }
+}
+
+impl Relay for PlainRelay {
+    fn poll(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<Moved, Cut>> {
+        let Self { client, server, up, down, moved, silence } = self;
+        let before = (moved.up, moved.down, up.done, down.done);
+        let up_turn = up.poll(cx, &mut client.socket, &mut server.socket, Side::Client, |n| {
+            moved.up += n;
+            meter.up(n);
+        });
+        if up.done {
+            moved.first_fin.get_or_insert(Side::Client);
+        }
+        let down_turn = down.poll(cx, &mut server.socket, &mut client.socket, Side::Server, |n| {
+            moved.down += n;
+            meter.down(n);
+        });
+        if down.done {
+            moved.first_fin.get_or_insert(Side::Server);
+        }
+        match (up_turn, down_turn) {
+            (Poll::Ready(Err(cut)), _) | (_, Poll::Ready(Err(cut))) => return Poll::Ready(Err(cut)),
+            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => {
+                client.keep();
+                server.keep();
+                return Poll::Ready(Ok(*moved));
             }
-            let down_turn = down.poll(cx, &mut server.socket, &mut client.socket, Side::Server, |n| {
-                moved.down += n;
-                self.meter.down(n);
-            });
-            if down.done {
-                moved.first_fin.get_or_insert(Side::Server);
+            _ => {}
+        }
+        if let Some(first) = moved.first_fin {
+            let progress = before != (moved.up, moved.down, up.done, down.done);
+            if silence.poll(cx, progress).is_ready() {
+                return Poll::Ready(Err(Cut::HalfClosed(first, silence.limit)));
             }
-            match (up_turn, down_turn) {
-                (Poll::Ready(Err(cut)), _) | (_, Poll::Ready(Err(cut))) => return Poll::Ready(Err(cut)),
-                (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => return Poll::Ready(Ok(())),
-                _ => {}
-            }
-            if let Some(first) = moved.first_fin {
-                let progress = before != (moved.up, moved.down, up.done, down.done);
-                if silence.poll(cx, progress).is_ready() {
-                    return Poll::Ready(Err(Cut::HalfClosed(first, silence.limit)));
-                }
-            }
-            Poll::Pending
-        })
-        .await?;
-        client.keep();
-        server.keep();
-        Ok(moved)
+        }
+        Poll::Pending
     }
 }
 

@@ -12,4 +12,5 @@ mod object;
 mod pins;
 pub mod pod_network;
 pub mod programs;
+pub mod sock_diag;
 pub mod sockets;

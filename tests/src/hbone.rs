@@ -51,6 +51,13 @@ pub struct Connected {
     pub receive: h2::RecvStream,
 }
 
+/// A CONNECT that was sent.
+#[derive(Debug)]
+pub struct Begun {
+    _answer: h2::client::ResponseFuture,
+    _send: h2::SendStream<Bytes>,
+}
+
 impl HboneClient {
     /// Opens a tunnel from a place, with the given certificate or none. The server's certificate is not checked.
     pub fn open(from: &Place, to: SocketAddr, leaf: Option<&Leaf>) -> Result<Self, TunnelError> {
@@ -77,6 +84,17 @@ impl HboneClient {
         }
         let request = request.body(()).expect("the test gives a well-formed request");
         self.request(request)
+    }
+
+    /// Sends a CONNECT and does not wait. Dropping it gives it up (RST_STREAM).
+    pub fn begin(&mut self, authority: &str) -> Result<Begun, h2::Error> {
+        let request = http::Request::builder().method("CONNECT").uri(authority).version(http::Version::HTTP_2);
+        let request = request.body(()).expect("the test gives a well-formed request");
+        self.runtime.block_on(async {
+            let mut send = self.send.clone().ready().await?;
+            let (answer, stream) = send.send_request(request, false)?;
+            Ok(Begun { _answer: answer, _send: stream })
+        })
     }
 
     /// Sends any request and waits for the head of the answer.

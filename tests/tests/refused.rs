@@ -5,7 +5,9 @@ use std::io::{Read, Write};
 use std::time::Duration;
 
 use rustls::AlertDescription;
-use testbed::{Authority, Behaviour, End, HboneClient, Leaf, Pod, Shop, StreamExt, TunnelError, holds_for};
+use testbed::{
+    Authority, Behaviour, End, HboneClient, Leaf, MeshOptions, Pod, Shop, StreamExt, TunnelError, holds_for, wait_for,
+};
 
 const PEER: &str = "spiffe://cluster.local/ns/legacy/sa/default";
 
@@ -176,6 +178,38 @@ fn an_abandoned_stream_is_a_reset_for_the_app_and_only_end_stream_is_an_end() {
     drop((stream, tunnel));
     server.wait_seen(5);
     assert_eq!(server.wait_last_end(), End::Reset);
+}
+
+/// Else a peer that opens and resets streams in a row would use up the node's descriptors.
+#[test]
+fn the_dial_for_a_stream_that_its_peer_gives_up_is_given_up_too() {
+    let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("CONNECT_TIMEOUT", "120s"));
+    let plain = shop.tb.pod("legacy/plain").start();
+    let leaf = shop.mesh().authority().issue(PEER);
+    // An app whose port answers nothing.
+    shop.far.netns().nft(
+        "table inet mute {
+            chain i { type filter hook input priority 0; tcp dport 9998 drop
+            }
+        }",
+    );
+    let dials = || {
+        let table = shop.far.netns().run(|| std::fs::read_to_string("/proc/thread-self/net/tcp")).expect("the sockets");
+        table.lines().filter(|line| line.split_whitespace().nth(3) == Some("02")).count()
+    };
+    let mut tunnel = HboneClient::open(&plain, shop.far.at(15008), Some(&leaf)).expect("a tunnel");
+    let authority = shop.far.at(9998).to_string();
+    let begun: Vec<_> = (0..20).map(|_| tunnel.begin(&authority).expect("send")).collect();
+    wait_for("the proxy to dial for all streams", || (dials() == 20).then_some(()));
+    drop(begun);
+    wait_for("the dials to be given up", || (dials() == 0).then_some(()));
+    let line = shop.mesh().node(1).wait_access_line("a stream given up", |line| line.get("dst.addr") == authority);
+    assert!(line.get("error").contains("gave up"), "{}", line.text);
+    // The tunnel goes on, and the whole of it is given up as well.
+    let begun: Vec<_> = (0..20).map(|_| tunnel.begin(&authority).expect("send")).collect();
+    wait_for("the proxy to dial for all streams", || (dials() == 20).then_some(()));
+    drop((begun, tunnel));
+    wait_for("the dials to be given up", || (dials() == 0).then_some(()));
 }
 
 #[test]

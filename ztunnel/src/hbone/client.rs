@@ -32,7 +32,7 @@ pub enum TunnelError {
 }
 
 /// Why a stream could not be opened on a tunnel.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum StreamError {
     /// The peer did not begin with it: another tunnel may be tried.
     #[error("the tunnel ended before the stream was taken: {0}")]

@@ -20,6 +20,6 @@ pub use headers::{
     Authority, BAGGAGE, Baggage, FORWARDED, REASON, TRACEPARENT, baggage_of, forwarded, is_unusable, read_forwarded,
 };
 pub use pool::{Dialled, OpenError, Pool, PoolKey};
-pub use server::{Accepted, Established, Incoming};
+pub use server::{Abandoned, Accepted, Established, Incoming};
 pub use settings::Settings;
 pub use tls::{TlsError, TlsSocket};

@@ -30,28 +30,32 @@ pub struct PoolKey {
     pub expected: Vec<Identity>,
 }
 
-/// A thread's tunnels.
-pub struct Pool {
+/// A thread's tunnels. `E`: why a socket could not be had.
+pub struct Pool<E> {
     settings: Settings,
-    peers: RefCell<HashMap<PoolKey, Rc<Peer>>>,
+    peers: RefCell<HashMap<PoolKey, Rc<Peer<E>>>>,
 }
 
-#[derive(Default)]
-struct Peer {
+struct Peer<E> {
     tunnels: RefCell<Vec<Tunnel>>,
     /// Only one tunnel to a peer is being made at a time; the others wait for it.
-    connecting: std::cell::Cell<bool>,
-    connected: Notify,
+    attempt: RefCell<Option<Rc<Attempt<E>>>>,
+}
+
+/// A tunnel that is being made.
+struct Attempt<E> {
+    failure: RefCell<Option<OpenError<E>>>,
+    over: Notify,
 }
 
 /// Why no stream was opened.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum OpenError<E> {
     /// The socket could not be connected, or there is no certificate.
     #[error(transparent)]
     Dial(E),
     #[error(transparent)]
-    Tunnel(TunnelError),
+    Tunnel(Rc<TunnelError>),
     #[error(transparent)]
     Stream(StreamError),
 }
@@ -62,14 +66,16 @@ pub struct Dialled {
     pub config: Arc<rustls::ClientConfig>,
 }
 
-impl Pool {
+impl<E: Clone> Pool<E> {
     pub fn new(settings: Settings) -> Self {
         Self { settings, peers: RefCell::default() }
     }
 
     /// Opens a stream, on a tunnel that is there or on a new one for which `dial` gives the socket. A stream that the
     /// peer did not begin with is tried again on another tunnel.
-    pub async fn stream<E, F>(
+    ///
+    /// Waits for one attempt to make a tunnel at most: all who wait for one that fails are told the same.
+    pub async fn stream<F>(
         &self,
         key: &PoolKey,
         request: impl Fn() -> Request<()>,
@@ -81,17 +87,12 @@ impl Pool {
         let peer = self.peers.borrow_mut().entry(key.clone()).or_default().clone();
         let mut tries = 0;
         loop {
-            let stream = peer.place(request(), &self.settings);
-            let Some(stream) = stream else {
-                if peer.connecting.replace(true) {
-                    peer.connected.notified().await;
-                    continue;
+            let Some(stream) = peer.place(request(), &self.settings) else {
+                let under_way = peer.attempt.borrow().clone();
+                match under_way {
+                    Some(attempt) => attempt.end().await?,
+                    None => peer.connect(dial(), &self.settings).await?,
                 }
-                let connecting = Connecting(&peer);
-                let Dialled { socket, config } = dial().await.map_err(OpenError::Dial)?;
-                let tunnel = Tunnel::open(socket, config, &self.settings).await.map_err(OpenError::Tunnel)?;
-                peer.tunnels.borrow_mut().push(tunnel);
-                drop(connecting);
                 continue;
             };
             tries += 1;
@@ -103,7 +104,8 @@ impl Pool {
         }
     }
 
-    /// Closes tunnels that have had no stream for long. Running streams of a peer that `keep` denies finish, but it gets no new ones.
+    /// Closes tunnels that have had no stream for long. Running streams of a peer that `keep` denies finish, but it gets
+    /// no new ones.
     pub fn sweep(&self, keep: impl Fn(&PoolKey) -> bool) {
         let now = Instant::now();
         self.peers.borrow_mut().retain(|key, peer| {
@@ -115,32 +117,41 @@ impl Pool {
                 let idle = t.idle_since().map(|since| now.saturating_duration_since(since)).unwrap_or_default();
                 !t.is_ended() && idle < self.settings.idle_timeout
             });
-            !tunnels.is_empty() || peer.connecting.get() || Rc::strong_count(peer) > 1
+            !tunnels.is_empty() || Rc::strong_count(peer) > 1
         });
-    }
-
-    /// Closes the tunnels of a pod: running streams finish.
-    pub fn forget_pod(&self, pod: &str) {
-        self.peers.borrow_mut().retain(|key, _| &*key.pod != pod);
-    }
-
-    /// Tunnels that are open.
-    pub fn len(&self) -> usize {
-        self.peers.borrow().values().map(|p| p.tunnels.borrow().len()).sum()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 
-impl Peer {
+impl<E: Clone> Peer<E> {
+    /// Makes a tunnel. Others wait for its end.
+    async fn connect(
+        &self,
+        dial: impl Future<Output = Result<Dialled, E>>,
+        settings: &Settings,
+    ) -> Result<(), OpenError<E>> {
+        let attempt = Rc::new(Attempt { failure: RefCell::default(), over: Notify::new() });
+        self.attempt.replace(Some(attempt.clone()));
+        let _connecting = Connecting { peer: self, attempt: &attempt };
+        let made = async {
+            let Dialled { socket, config } = dial.await.map_err(OpenError::Dial)?;
+            Tunnel::open(socket, config, settings).await.map_err(|error| OpenError::Tunnel(error.into()))
+        };
+        match made.await {
+            Ok(tunnel) => self.tunnels.borrow_mut().push(tunnel),
+            Err(failure) => {
+                attempt.failure.replace(Some(failure.clone()));
+                return Err(failure);
+            }
+        }
+        Ok(())
+    }
+
     /// A place on the tunnel with the most room.
     fn place(
         &self,
         request: Request<()>,
         settings: &Settings,
-    ) -> Option<impl Future<Output = Result<Stream, StreamError>> + use<>> {
+    ) -> Option<impl Future<Output = Result<Stream, StreamError>> + use<E>> {
         let mut tunnels = self.tunnels.borrow_mut();
         tunnels.retain(|t| !t.is_ended());
         tunnels
@@ -152,15 +163,107 @@ impl Peer {
     }
 }
 
-/// While it lives, others wait; at its end, also by cancellation or failure, one or all of them go on.
-struct Connecting<'a>(&'a Peer);
+impl<E: Clone> Attempt<E> {
+    /// Waits until it is over; its failure, if it failed.
+    async fn end(&self) -> Result<(), OpenError<E>> {
+        self.over.notified().await;
+        self.failure.borrow().clone().map_or(Ok(()), Err)
+    }
+}
 
-impl Drop for Connecting<'_> {
+impl<E> Default for Peer<E> {
+    fn default() -> Self {
+        Self { tunnels: RefCell::default(), attempt: RefCell::default() }
+    }
+}
+
+/// While it lives, others wait; at its end, also by cancellation, they go on.
+struct Connecting<'a, E> {
+    peer: &'a Peer<E>,
+    attempt: &'a Attempt<E>,
+}
+
+impl<E> Drop for Connecting<'_, E> {
     fn drop(&mut self) {
-        self.0.connecting.set(false);
-        self.0.connected.notify_waiters();
+        self.peer.attempt.replace(None);
+        self.attempt.over.notify_waiters();
     }
 }
 
 /// Tunnels that are tried for one stream.
 const TRIES: u32 = 3;
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use tokio::task::{LocalSet, spawn_local};
+
+    use super::*;
+
+    fn key() -> PoolKey {
+        let address = "192.0.2.1:15008".parse().unwrap();
+        PoolKey { pod: "pod".into(), workload: "workload".into(), address, expected: Vec::new() }
+    }
+
+    /// Dials that fail once they are told to, counted.
+    #[derive(Default)]
+    struct Dials {
+        begun: Cell<u32>,
+        fail: Notify,
+    }
+
+    type Opened = tokio::task::JoinHandle<Result<Stream, OpenError<&'static str>>>;
+
+    fn open(pool: &Rc<Pool<&'static str>>, dials: &Rc<Dials>) -> Opened {
+        let (pool, dials) = (pool.clone(), dials.clone());
+        spawn_local(async move {
+            let dial = || async {
+                dials.begun.set(dials.begun.get() + 1);
+                dials.fail.notified().await;
+                Err("no answer")
+            };
+            pool.stream(&key(), || Request::new(()), dial).await
+        })
+    }
+
+    /// A black hole must not make each connection wait for the failures of all before it.
+    #[tokio::test]
+    async fn all_who_wait_for_an_attempt_that_fails_are_told_at_once() {
+        let all = async {
+            let (pool, dials) = (Rc::new(Pool::new(Settings::default())), Rc::new(Dials::default()));
+            let waiting: Vec<_> = (0..10).map(|_| open(&pool, &dials)).collect();
+            tokio::task::yield_now().await;
+            dials.fail.notify_one();
+            for one in waiting {
+                let failure = one.await.unwrap().err().expect("the dial failed");
+                assert!(matches!(failure, OpenError::Dial("no answer")));
+            }
+            assert_eq!(dials.begun.get(), 1);
+            // Who comes later tries anew.
+            let later = open(&pool, &dials);
+            dials.fail.notify_one();
+            assert!(later.await.unwrap().is_err());
+            assert_eq!(dials.begun.get(), 2);
+        };
+        LocalSet::new().run_until(all).await;
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_an_attempt_that_is_given_up_makes_one() {
+        let all = async {
+            let (pool, dials) = (Rc::new(Pool::new(Settings::default())), Rc::new(Dials::default()));
+            let first = open(&pool, &dials);
+            let second = open(&pool, &dials);
+            tokio::task::yield_now().await;
+            assert_eq!(dials.begun.get(), 1);
+            first.abort();
+            assert!(first.await.err().is_some_and(|error| error.is_cancelled()));
+            tokio::task::yield_now().await;
+            assert_eq!(dials.begun.get(), 2);
+            dials.fail.notify_one();
+            assert!(second.await.unwrap().is_err());
+        };
+        LocalSet::new().run_until(all).await;
+    }
+}

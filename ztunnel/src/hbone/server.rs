@@ -32,10 +32,13 @@ pub struct Accepted {
 
 /// A CONNECT that waits for its answer.
 pub struct Incoming {
-    pub request: Request<RecvStream>,
+    request: Request<RecvStream>,
     respond: SendResponse<Bytes>,
     count: StreamCount,
 }
+
+/// Ready when the peer no longer wants an answer: it has reset the stream, or the tunnel has ended.
+pub struct Abandoned<'a>(&'a mut SendResponse<Bytes>);
 
 /// A CONNECT that was answered with 200.
 pub struct Established {
@@ -68,10 +71,6 @@ impl Accepted {
         &self.peer
     }
 
-    pub fn streams(&self) -> u32 {
-        self.load.streams()
-    }
-
     /// The next CONNECT; nothing once the tunnel has ended in order. Must be polled all the time: it drives the
     /// tunnel.
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Incoming, Ended>>> {
@@ -95,6 +94,15 @@ impl Accepted {
 }
 
 impl Incoming {
+    pub fn request(&self) -> &Request<RecvStream> {
+        &self.request
+    }
+
+    /// The request, and what tells that its answer has become pointless.
+    pub fn watched(&mut self) -> (&Request<RecvStream>, Abandoned<'_>) {
+        (&self.request, Abandoned(&mut self.respond))
+    }
+
     /// The app is reached: from now on bytes flow.
     pub fn accept(self, baggage: Option<HeaderValue>) -> Result<Established, h2::Error> {
         let Self { request, mut respond, count } = self;
@@ -116,9 +124,12 @@ impl Incoming {
         // A peer that has gone needs no answer.
         let _ = self.respond.send_response(response, true);
     }
+}
 
-    /// Ready when the peer no longer wants an answer.
-    pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        Pin::new(&mut self.respond).poll_reset(cx).map(|_| ())
+impl Future for Abandoned<'_> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        self.0.poll_reset(cx).map(|_| ())
     }
 }

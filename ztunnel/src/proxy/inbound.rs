@@ -7,7 +7,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::{Method, StatusCode};
+use h2::RecvStream;
+use http::{Method, Request, StatusCode};
 use tokio::net::TcpStream;
 
 use super::finish::carry;
@@ -149,11 +150,20 @@ impl Refusal {
 
 async fn establish(
     tunnel: &Rc<Tunnel>,
-    incoming: Incoming,
+    mut incoming: Incoming,
     flow: &mut Flow,
 ) -> Result<(TcpStream, Established), Failure> {
-    describe(tunnel, &incoming, flow);
-    match reach(tunnel, &incoming, flow).await {
+    describe(tunnel, incoming.request(), flow);
+    let (request, abandoned) = incoming.watched();
+    let reached = tokio::select! {
+        biased;
+        // A peer could fill the node with dials that it does not wait for.
+        () = abandoned => {
+            return Err(Failure::new(ResponseFlag::Connect, "connect", "the peer gave up before the app was reached"));
+        }
+        reached = reach(tunnel, request, flow) => reached,
+    };
+    match reached {
         Ok(app) => {
             let baggage = hbone::baggage_of(&tunnel.own);
             let answered = incoming.accept(baggage).map_err(|e| {
@@ -169,8 +179,7 @@ async fn establish(
 }
 
 /// Judges a CONNECT and dials the app.
-async fn reach(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) -> Result<TcpStream, Refusal> {
-    let request = &incoming.request;
+async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) -> Result<TcpStream, Refusal> {
     if request.method() != Method::CONNECT {
         let text = format!("method {} instead of CONNECT", request.method());
         return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
@@ -255,16 +264,16 @@ pub async fn dial(worker: &Worker, pod: &Pod, client: SocketAddr, app: SocketAdd
     dialled.map_err(|e| Failure::new(ResponseFlag::Connect, "dial", format!("dialling the app at {app}: {e}")))
 }
 
-fn describe(tunnel: &Tunnel, incoming: &Incoming, flow: &mut Flow) {
+fn describe(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) {
     let mesh = tunnel.worker.shared.mesh.load();
     let address = NetworkAddress { network: tunnel.own.network.clone(), address: tunnel.client.ip() };
     // A record counts only if it fits the identity that was proved.
     let workload = mesh.workload_at(&address).filter(|w| w.identity() == tunnel.identity).cloned();
-    let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(incoming.request.headers()))));
+    let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(request.headers()))));
     flow.source = Peer { workload, claims, identity: Some(tunnel.identity.clone()) };
     flow.destination = Peer::of(Some(tunnel.own.clone()), Some(tunnel.own.identity()));
     // Only a service that the pod really backs.
-    let (_, host) = hbone::read_forwarded(incoming.request.headers());
+    let (_, host) = hbone::read_forwarded(request.headers());
     let backed = tunnel.own.services.iter().filter_map(|s| mesh.service(&s.service));
     flow.service = match host {
         Some(host) => backed.clone().find(|s| *s.hostname == *host).cloned(),

@@ -231,16 +231,19 @@ fn no_tunnel(to: SocketAddr, error: &io::Error) -> Failure {
 fn not_opened(error: OpenError<Failure>, tunnel: SocketAddr, authority: SocketAddr) -> Failure {
     match error {
         OpenError::Dial(failure) => failure,
-        OpenError::Tunnel(TunnelError::Tls(error)) => {
-            let reason = match error {
-                TlsError::Protocol(error) => describe_tls_error(&io::Error::other(error)),
-                other => other.to_string(),
-            };
-            Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS with {tunnel}: {reason}"))
-        }
-        OpenError::Tunnel(error) => {
-            Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", format!("{tunnel} did not take HBONE: {error}"))
-        }
+        OpenError::Tunnel(error) => match &*error {
+            TunnelError::Tls(error) => {
+                let reason = match error {
+                    TlsError::Protocol(error) => describe_tls_error(&io::Error::other(error.clone())),
+                    other => other.to_string(),
+                };
+                Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS with {tunnel}: {reason}"))
+            }
+            error => {
+                let text = format!("{tunnel} did not take HBONE: {error}");
+                Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", text)
+            }
+        },
         OpenError::Stream(StreamError::Refused { status, reason }) => {
             let flag =
                 if status == http::StatusCode::UNAUTHORIZED { ResponseFlag::Deny } else { ResponseFlag::Connect };

@@ -20,6 +20,7 @@ use super::state::{Phase, Pod, Shared};
 use super::{inbound, outbound, plaintext};
 use crate::hbone::Pool;
 use crate::lifecycle::Watchdog;
+use crate::telemetry::flow::Failure;
 
 /// A worker as other threads see it.
 #[derive(Clone)]
@@ -32,7 +33,7 @@ pub struct WorkerHandle {
 /// A worker as its own tasks see it.
 pub struct Worker {
     pub shared: Arc<Shared>,
-    pub pool: Pool,
+    pub pool: Pool<Failure>,
     /// Connections under way from here, by destination workload.
     pub busy: RefCell<HashMap<Arc<str>, u64>>,
     own: WorkerHandle,
@@ -89,7 +90,7 @@ pub fn serve(shared: &Shared, pod: &Arc<Pod>) -> Result<(), String> {
     workers[turn].jobs.try_send(Job::Serve(pod.clone())).map_err(|_| "the worker's queue is full".to_owned())
 }
 
-/// Tunnels open on all workers' pools are each worker's own; this counts connections for the metrics.
+/// Connections under way, and tunnels from peers, of each worker.
 pub fn loads(shared: &Shared) -> Vec<(u32, u32)> {
     let workers = shared.workers.get().map(Vec::as_slice).unwrap_or_default();
     workers.iter().map(|w| (w.load.load(Ordering::Relaxed), w.tunnels.load(Ordering::Relaxed))).collect()

@@ -101,7 +101,7 @@ impl IstioCertificateService for Certificates {
                 self.metrics.signed(started.elapsed());
                 tracing::info!(
                     caller = caller.account(), peer = peer.map(tracing::field::display), %identity,
-                    lifetime = lifetime.as_secs(), "signed a certificate"
+                    lifetime = format_args!("{}s", lifetime.as_secs()), "signed a certificate"
                 );
                 Ok(Response::new(IstioCertificateResponse { cert_chain: vec![leaf, self.ca.roots_pem()] }))
             }

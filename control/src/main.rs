@@ -14,7 +14,8 @@ fn main() -> ExitCode {
     match serve(*args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // Each error names its own cause.
+            eprintln!("error: {error}");
             ExitCode::FAILURE
         }
     }

@@ -75,6 +75,8 @@ struct Parts {
 impl Control {
     /// Reads everything once and listens; nodes are answered once it [runs](Self::run). Must be called on a runtime.
     pub async fn start(args: ServeArgs, shutdown: Shutdown) -> Result<Self, ServeError> {
+        // Before the root, which may have to be made: a wrong setting leaves no trace.
+        let keys = KeyFile::open(&args.service_account_key)?;
         let ca = Arc::new(Ca::open(&args.ca_dir)?);
         tracing::info!(until = rfc3339(ca.not_after()), dir = %args.ca_dir.display(), "the root is ready");
         if let Some(path) = &args.root_cert {
@@ -85,7 +87,7 @@ impl Control {
             audience: args.token_audience,
             cluster_id: args.cluster_id.clone(),
         };
-        let tokens = Arc::new(Tokens::new(KeyFile::open(&args.service_account_key)?, settings));
+        let tokens = Arc::new(Tokens::new(keys, settings));
         let folders = Folders { manifests: args.manifests, status: args.status_dir };
         // Reads a lot of files.
         let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;

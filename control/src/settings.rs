@@ -34,8 +34,7 @@ pub struct ServeArgs {
     /// annotations say.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR")]
     pub status_dir: Option<PathBuf>,
-    /// Where discovery and certificates are served, over TLS. Default [::]:15012 (IPv4 too; IPv4 only where there is
-    /// no IPv6).
+    /// Where discovery and certificates are served, over TLS (IPv4 too; IPv4 only where there is no IPv6).
     #[arg(long, env = "LISTEN", value_name = "LISTEN", default_value = "[::]:15012", value_parser = socket_address)]
     pub listen: SocketAddr,
     /// Folder of the root's key and certificate, made if missing. Required.
@@ -47,7 +46,7 @@ pub struct ServeArgs {
     /// The cluster's public keys for service account tokens: PEM (one or several) or a JWKS. Required.
     #[arg(long, env = "SERVICE_ACCOUNT_KEY", value_name = "SERVICE_ACCOUNT_KEY")]
     pub service_account_key: PathBuf,
-    /// The issuer in those tokens. Default https://kubernetes.default.svc.cluster.local.
+    /// The issuer in those tokens.
     #[arg(
         long,
         env = "SERVICE_ACCOUNT_ISSUER",
@@ -56,10 +55,10 @@ pub struct ServeArgs {
         value_parser = words
     )]
     pub service_account_issuer: String,
-    /// The audience in those tokens. Default istio-ca.
+    /// The audience in those tokens.
     #[arg(long, env = "TOKEN_AUDIENCE", value_name = "TOKEN_AUDIENCE", default_value = "istio-ca", value_parser = words)]
     pub token_audience: String,
-    /// Trust domain of all identities. Default cluster.local.
+    /// Trust domain of all identities.
     #[arg(
         long,
         env = "TRUST_DOMAIN",
@@ -68,7 +67,7 @@ pub struct ServeArgs {
         value_parser = trust_domain
     )]
     pub trust_domain: TrustDomain,
-    /// DNS suffix of the cluster's services. Default cluster.local.
+    /// DNS suffix of the cluster's services.
     #[arg(
         long,
         env = "CLUSTER_DOMAIN",
@@ -77,10 +76,10 @@ pub struct ServeArgs {
         value_parser = hostname
     )]
     pub cluster_domain: String,
-    /// Id of the cluster. Default Kubernetes.
+    /// Id of the cluster.
     #[arg(long, env = "CLUSTER_ID", value_name = "CLUSTER_ID", default_value = "Kubernetes", value_parser = cluster_id)]
     pub cluster_id: String,
-    /// Host names and addresses in the serving certificate, comma separated. Default control.understory-system.svc.
+    /// Host names and addresses in the serving certificate, comma separated.
     #[arg(
         long,
         env = "SERVER_NAME",
@@ -91,7 +90,6 @@ pub struct ServeArgs {
     )]
     pub server_name: Vec<String>,
     /// Accounts of node proxies (namespace/name, comma separated), which may have certificates of their node's pods.
-    /// Default understory-system/ztunnel.
     #[arg(
         long,
         env = "TRUSTED_NODE_ACCOUNT",
@@ -101,8 +99,7 @@ pub struct ServeArgs {
         value_parser = account
     )]
     pub trusted_node_account: Vec<String>,
-    /// The mesh's own namespace, whose label topology.istio.io/network names the cluster's network. Default
-    /// understory-system.
+    /// The mesh's own namespace, whose label topology.istio.io/network names the cluster's network.
     #[arg(
         long,
         env = "SYSTEM_NAMESPACE",
@@ -111,11 +108,11 @@ pub struct ServeArgs {
         value_parser = words
     )]
     pub system_namespace: String,
-    /// Longest life of workload certificates, and that of those for which none is asked. Default 24h.
+    /// Longest life of workload certificates, and that of those for which none is asked.
     #[arg(long, env = "LEAF_TTL", value_name = "LEAF_TTL", default_value = "24h", value_parser = lifetime)]
     pub leaf_ttl: Duration,
     /// When the roots change, proxies renew their certificates at once, spread over this time: longer is gentler,
-    /// shorter is quicker. Default 60s.
+    /// shorter is quicker.
     #[arg(
         long,
         env = "RENEWAL_WINDOW",
@@ -124,13 +121,13 @@ pub struct ServeArgs {
         value_parser = window
     )]
     pub renewal_window: Duration,
-    /// Metrics, health and debug pages. Default [::]:15014.
+    /// Metrics, health and debug pages.
     #[arg(long, env = "ADMIN_ADDR", value_name = "ADMIN_ADDR", default_value = "[::]:15014", value_parser = socket_address)]
     pub admin_addr: SocketAddr,
-    /// Shape of log lines. Default plain.
+    /// Shape of log lines.
     #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", value_enum, default_value = "plain")]
     pub log_format: Format,
-    /// Levels of log lines, such as info or info,control::xds=debug. Default info.
+    /// Levels of log lines, such as info or info,control::xds=debug.
     #[arg(long, env = "RUST_LOG", value_name = "RUST_LOG", default_value = "info")]
     pub log_levels: Levels,
 }

@@ -86,7 +86,7 @@ pub use place::{Dial, Place, SOCKET_TIMEOUT, binary};
 pub use server::{Behaviour, Checksum, Pattern, Seen, Server, canonical, read_checksum, send_pattern};
 pub use shop::Shop;
 pub use stream::{End, StreamExt};
-pub use testbed::{Outside, Testbed};
+pub use testbed::{Outside, Testbed, can_run};
 pub use wait::{DEADLINE, holds_for, wait_for, wait_for_within, wait_until};
 
 /// What the `testapp` binary runs.

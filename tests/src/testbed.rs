@@ -48,8 +48,7 @@ impl Testbed {
     /// So many nodes (up to 9), no pods, no mesh yet.
     pub fn with_nodes(count: usize) -> Self {
         assert!((1..=9).contains(&count), "a testbed has one to nine nodes");
-        assert!(rustix::process::geteuid().is_root(), "a testbed makes network namespaces: run as root");
-        assert!(bpf_mounted(), "no BPF file system at {BPF_DIR}: `cargo xtask setup` mounts one");
+        can_run().unwrap_or_else(|reason| panic!("{reason}"));
         cleanup::sweep();
         netns::prepare();
         let name = TestbedName::fresh();
@@ -220,6 +219,17 @@ impl std::ops::Deref for Outside {
 
 pub(crate) fn control_ip() -> IpAddr {
     machine_ip4(CONTROL).into()
+}
+
+/// Whether this process can make a testbed here; else why not, and what helps.
+pub fn can_run() -> Result<(), String> {
+    if !rustix::process::geteuid().is_root() {
+        return Err("a testbed makes network namespaces: run as root".into());
+    }
+    if !bpf_mounted() {
+        return Err(format!("no BPF file system at {BPF_DIR}: `cargo xtask setup` mounts one"));
+    }
+    Ok(())
 }
 
 fn bpf_mounted() -> bool {

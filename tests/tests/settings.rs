@@ -49,7 +49,9 @@ fn wrong_settings_stop_agent_and_control_with_name_and_value() {
     let tb = control_only();
     let host = tb.node(0);
     let manifests = tb.path("manifests");
-    let agent = ["agent", "--node-name", "node0", "--manifests", manifests.to_str().expect("a plain path")];
+    let (manifests, run) = (manifests.to_str().expect("a plain path"), tb.path("run"));
+    let run = run.to_str().expect("a plain path");
+    let agent = ["agent", "--node-name", "node0", "--manifests", manifests, "--run-dir", run];
     for (program, args, named) in [
         ("ztunnel", [&agent[..], &["--cgroup-root", "/nowhere/cgroup"]].concat(), "/nowhere/cgroup"),
         ("ztunnel", [&agent[..], &["--bpf-dir", "/nowhere/bpf"]].concat(), "/nowhere/bpf"),

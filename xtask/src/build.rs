@@ -1,7 +1,9 @@
 //! Building and running the project's binaries with cargo, whose progress is shown.
 
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 
@@ -45,23 +47,50 @@ pub fn binaries(profile: Profile) -> Result<()> {
         args.push("--release");
     }
     let status = cargo(&args).status().context("start cargo")?;
+    if interrupted() {
+        bail!("interrupted");
+    }
     if !status.success() {
         bail!("cargo {} failed ({status})", args.join(" "));
     }
     Ok(())
 }
 
-/// Runs a binary of the workspace to its end.
+/// Runs a binary of the workspace to its end. If this process is ended meanwhile, the binary is told to end as well.
 pub fn run(name: &str, profile: Profile, args: &[&str]) -> Result<ExitCode> {
     let path = target_dir()?.join(profile.dir()).join(name);
-    let status = Command::new(&path).args(args).current_dir(root()).status();
-    let status = status.with_context(|| format!("start {}", path.display()))?;
+    let mut command = Command::new(&path);
+    command.args(args).current_dir(root());
+    let end_with_us =
+        || rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM)).map_err(Into::into);
+    // SAFETY: between fork and exec only one system call is made.
+    unsafe { command.pre_exec(end_with_us) };
+    let status = command.status().with_context(|| format!("start {}", path.display()))?;
     Ok(exit_code(status))
 }
 
-pub fn exit_code(status: ExitStatus) -> ExitCode {
-    ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+/// As a shell tells it: a signal is 128 and its number.
+fn exit_code(status: ExitStatus) -> ExitCode {
+    let code = status.code().or_else(|| Some(128 + status.signal()?));
+    ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
+
+/// Ctrl-C reaches every process of the terminal. What this one waits for cleans up first; until then it must stay, or
+/// the prompt would be back before everything is gone.
+pub fn outlive_interrupt() {
+    extern "C" fn note(_: libc::c_int) {
+        INTERRUPTED.store(true, Ordering::Relaxed);
+    }
+    // SAFETY: the handler only stores to an atomic. Programs that are started from here do not inherit it.
+    unsafe { libc::signal(libc::SIGINT, note as *const () as libc::sighandler_t) };
+}
+
+/// Was Ctrl-C pressed?
+pub fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Where cargo puts what it builds.
 fn target_dir() -> Result<PathBuf> {

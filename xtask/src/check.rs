@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::build::{self, Profile, cargo};
 use crate::{ebpf, packages, preflight};
@@ -22,7 +22,7 @@ struct Step {
     failed: u32,
 }
 
-/// Runs the check; with a filter only the end-to-end tests of that name.
+/// Runs the check; with a filter only the kernel and end-to-end tests whose names contain it.
 pub fn run(filter: Option<&str>) -> Result<ExitCode> {
     packages::install(packages::ALL)?;
     packages::fetch_envoy()?;
@@ -36,21 +36,34 @@ pub fn run(filter: Option<&str>) -> Result<ExitCode> {
     if filter.is_none() {
         steps.push(step("kernel tests", cargo(&["test", "-p", "ztunnel", "--no-fail-fast", "--test", "*"]))?);
         let start = Instant::now();
+        println!("==== eBPF object");
         let checked = ebpf::run(build::root(), true);
         if let Err(error) = &checked {
             println!("eBPF object: {error:#}");
         }
+        if build::interrupted() {
+            bail!("interrupted");
+        }
         steps.push(Step { name: "eBPF object", ok: checked.is_ok(), took: start.elapsed(), passed: 0, failed: 0 });
     }
+    println!("==== build");
     let build_start = Instant::now();
     let built = build::binaries(Profile::Dev).is_ok();
     steps.push(Step { name: "build", ok: built, took: build_start.elapsed(), passed: 0, failed: 0 });
     if built {
-        let mut args = vec!["test", "--workspace", "--no-fail-fast", "--test", "*", "--", "--test-threads=2"];
+        // Without a name, ztunnel's own have run above.
+        let package: &[&str] = if filter.is_some() { &["--workspace"] } else { &["-p", "tests"] };
+        let rest = ["--no-fail-fast", "--test", "*", "--", "--test-threads=2"];
+        let mut args = [&["test"], package, &rest].concat();
         args.extend(filter);
         let mut command = cargo(&args);
         command.env("RUST_BACKTRACE", "0");
         steps.push(step("end to end", command)?);
+    }
+    if let Some(filter) = filter
+        && steps.iter().all(|step| step.ok && step.passed == 0)
+    {
+        bail!("no kernel or end-to-end test has a name with {filter:?} in it");
     }
     Ok(summary(&steps))
 }
@@ -109,6 +122,9 @@ fn step(name: &'static str, mut command: Command) -> Result<Step> {
         }
     }
     let status = child.wait().with_context(|| format!("{name}: wait for cargo"))?;
+    if build::interrupted() {
+        bail!("interrupted");
+    }
     Ok(Step { name, ok: status.success() && !hung, took: start.elapsed(), passed, failed })
 }
 

@@ -14,7 +14,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 #[derive(Debug, Parser)]
-#[command(name = "cargo xtask", about = "Builds, shows and checks Understory")]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "Builds, shows and checks Understory")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -22,7 +22,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Install missing Debian packages (as root, else print the line), mount what is missing, check the kernel
+    /// Install missing Debian packages, mount what is missing, check the kernel; the other commands do it as well
     Setup,
     /// Build, and show the mesh at work in a two-node cluster on this machine
     Demo {
@@ -32,10 +32,11 @@ enum Command {
     },
     /// The whole check: format, lints, unit tests, the eBPF object, end-to-end tests
     Test {
-        /// Only end-to-end tests whose name contains this
+        /// Only kernel and end-to-end tests whose name contains this
+        #[arg(value_name = "NAME")]
         filter: Option<String>,
     },
-    /// Build the committed eBPF object
+    /// Build the eBPF object that is committed next to its source
     Ebpf {
         /// Only check that the committed object is what its source says
         #[arg(long)]
@@ -51,7 +52,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    let command = Cli::parse().command;
+    build::outlive_interrupt();
+    match run(command) {
         Ok(code) => code,
         Err(e) => {
             eprintln!("error: {e:#}");
@@ -83,12 +86,15 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Test { filter } => check::run(filter.as_deref()),
         Command::Bench { args } => {
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            if !args.iter().any(|arg| ["--help", "-h"].contains(arg)) {
+            let help = args.iter().any(|arg| ["--help", "-h"].contains(arg));
+            // A release build takes long: not for a page of help.
+            let profile = if help { build::Profile::Dev } else { build::Profile::Release };
+            if !help {
                 packages::install(packages::DEMO)?;
                 preflight::check()?;
             }
-            build::binaries(build::Profile::Release)?;
-            build::run("bench", build::Profile::Release, &args)
+            build::binaries(profile)?;
+            build::run("bench", profile, &args)
         }
     }
 }

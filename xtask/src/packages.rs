@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::build::root;
 use crate::preflight::is_root;
 
-/// A program and the Debian package that has it.
+/// A program, or another file by its whole path, and the Debian package that has it.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
     program: &'static str,
@@ -21,11 +21,18 @@ const fn need(program: &'static str, package: &'static str) -> Need {
 }
 
 /// For building and for the demo.
-pub const DEMO: &[Need] = &[need("cc", "gcc"), need("make", "make"), need("ip", "iproute2")];
+pub const DEMO: &[Need] = &[
+    need("cc", "gcc"),
+    need("/usr/include/stdlib.h", "libc6-dev"),
+    need("make", "make"),
+    need("ip", "iproute2"),
+    need("curl", "curl"),
+];
 
 /// For the whole check, and so for everything.
 pub const ALL: &[Need] = &[
     need("cc", "gcc"),
+    need("/usr/include/stdlib.h", "libc6-dev"),
     need("make", "make"),
     need("ip", "iproute2"),
     need("nft", "nftables"),

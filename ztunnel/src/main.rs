@@ -34,7 +34,8 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // Each error names its own cause.
+            eprintln!("error: {error}");
             ExitCode::FAILURE
         }
     }

@@ -7,8 +7,10 @@ fn main() -> ExitCode {
         Some("app") => testbed::testapp::run_executor(),
         Some("pause") => testbed::testapp::pause(),
         Some("load") => testbed::load::run(&std::env::args().nth(2).unwrap_or_default()),
-        other => {
-            eprintln!("testapp is started by the testbed, with `app`, `pause` or `load`, not with {other:?}");
+        _ => {
+            eprintln!(
+                "testapp: the testbed starts this in its pods, as `testapp app`, `pause` or `load`; see tests/src"
+            );
             return ExitCode::FAILURE;
         }
     };

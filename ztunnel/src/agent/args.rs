@@ -69,7 +69,7 @@ pub struct RunArgs {
     #[arg(long, env = "POD_NAMESPACE", value_name = "POD_NAMESPACE", default_value = "understory-system")]
     pub system_namespace: String,
     /// Which pods get in: a YAML or JSON list of {podSelector, namespaceSelector}. Default: the label
-    /// istio.io/dataplane-mode=ambient on the pod, or on the namespace of a pod that does not say none.
+    /// istio.io/dataplane-mode=ambient on the pod, or on its namespace unless the pod's own label is none.
     #[arg(long, env = "ENABLEMENT_SELECTORS", value_name = "YAML", value_parser = selectors)]
     pub enablement_selectors: Option<Selectors>,
     /// Let a pod's connections pass uncaptured while nobody listens for them, instead of refusing them.
@@ -79,18 +79,18 @@ pub struct RunArgs {
     pub times: TimeArgs,
     #[command(flatten)]
     pub sizes: SizeArgs,
-    /// plain or json.
+    /// Shape of log lines.
     #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", default_value = "plain")]
     pub log_format: Format,
-    /// Log levels.
+    /// Log levels: a level, or directives such as info,agent::pod=debug.
     #[arg(long, env = "RUST_LOG", value_name = "RUST_LOG", default_value = "info", value_parser = levels)]
-    pub log_level: Levels,
+    pub log_levels: Levels,
 }
 
 /// Where the agent keeps its things.
 #[derive(Clone, Debug, Args)]
 pub struct PlaceArgs {
-    /// Folder for the agent's sockets and notes.
+    /// Folder for the agent's socket, its lock, and its record of each pod.
     #[arg(long, env = "RUN_DIR", value_name = "RUN_DIR", default_value = "/var/run/understory")]
     pub run_dir: PathBuf,
     /// Folder in a bpffs for what must outlive the agent.

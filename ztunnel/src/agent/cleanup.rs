@@ -9,7 +9,7 @@ use super::args::CleanupArgs;
 use super::lock::RunLock;
 use super::procs::Scan;
 use super::record::{Record, Records};
-use super::{AgentError, failed};
+use super::{AgentError, failed, run_dir_failed};
 use crate::capture::netns::Netns;
 use crate::capture::pod_network;
 use crate::capture::programs::Capture;
@@ -43,7 +43,7 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
         }
         records.remove(&record.uid)?;
     }
-    std::fs::remove_dir_all(run_dir).map_err(failed("remove the run folder"))?;
+    std::fs::remove_dir_all(run_dir).map_err(run_dir_failed("remove", run_dir))?;
     println!("run folder: removed {}", run_dir.display());
     Ok(())
 }

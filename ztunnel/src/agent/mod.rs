@@ -69,6 +69,8 @@ pub enum AgentError {
     AlreadyRunning(PathBuf),
     #[error("cannot {step}: {source}")]
     Io { step: &'static str, source: io::Error },
+    #[error("cannot {step} the run folder {}: {source}", path.display())]
+    RunDir { step: &'static str, path: PathBuf, source: io::Error },
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
     #[error(transparent)]
@@ -95,7 +97,7 @@ pub fn main(args: AgentArgs) -> Result<(), AgentError> {
         Some(AgentCommand::Probe(args)) => probe::main(&args).map_err(failed("probe")),
         Some(AgentCommand::Cleanup(args)) => runtime()?.block_on(cleanup::run(&args)),
         None => {
-            let (format, levels) = (args.run.log_format, args.run.log_level.clone());
+            let (format, levels) = (args.run.log_format, args.run.log_levels.clone());
             let config = args.run.check()?;
             let logging = Logging::start(format, levels, LOG_QUEUE).map_err(failed("start the log"))?;
             let result = runtime()?.block_on(async {
@@ -110,7 +112,7 @@ pub fn main(args: AgentArgs) -> Result<(), AgentError> {
 
 /// Runs the agent until `stop`, then leaves everything as it is: captured pods stay captured.
 pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<(), AgentError> {
-    std::fs::create_dir_all(&config.run_dir).map_err(failed("make the run folder"))?;
+    std::fs::create_dir_all(&config.run_dir).map_err(run_dir_failed("make", &config.run_dir))?;
     let _lock = RunLock::take(&config.run_dir)?;
     let root = CgroupRoot::find(config.cgroup_root.as_deref())?;
     let own = Netns::current().map_err(failed("open the node's network namespace"))?;
@@ -230,6 +232,10 @@ fn stop_signal() -> io::Result<impl Future<Output = ()>> {
 
 fn failed(step: &'static str) -> impl Fn(io::Error) -> AgentError {
     move |source| AgentError::Io { step, source }
+}
+
+fn run_dir_failed(step: &'static str, path: &Path) -> impl Fn(io::Error) -> AgentError {
+    move |source| AgentError::RunDir { step, path: path.to_owned(), source }
 }
 
 /// Folder of the pods' records in the run folder.

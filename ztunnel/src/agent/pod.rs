@@ -151,7 +151,7 @@ impl PodTask {
     async fn forward(&mut self, facts: &PodFacts) -> Result<Next, Trouble> {
         let context = self.context.clone();
         if self.has_moved(facts).await {
-            info!(pod = facts.name, namespace = facts.namespace, "the pod has another network than before");
+            info!(pod = format!("{}/{}", facts.namespace, facts.name), "the pod has another network than before");
             self.bury().await?;
         }
         match &self.stage {
@@ -315,7 +315,7 @@ impl PodTask {
             name: facts.name.clone(),
             uid: self.uid.clone(),
             state,
-            captured_verified: self.verified.map(unix_seconds),
+            captured_verified: self.verified.filter(|_| state != PodState::Out).map(unix_seconds),
             served: self.context.proxies.has_taken(&self.uid),
             reason,
         });

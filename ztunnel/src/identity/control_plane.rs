@@ -27,9 +27,11 @@ use super::tls::{ALPN_H2, provider};
 /// Where a service of the control plane is, and how we and it prove who we are.
 #[derive(Debug, Clone)]
 pub struct ControlPlane {
-    /// The setting that it comes from, for messages.
+    /// The setting that the address comes from, for messages.
     pub setting: &'static str,
     pub address: ControlPlaneAddress,
+    /// The setting that the roots come from, for messages.
+    pub roots_setting: &'static str,
     pub roots: RootSource,
     /// One more name that the server's certificate may carry.
     pub alternate_name: Option<String>,
@@ -68,8 +70,8 @@ pub enum TokenSource {
 /// Why the link cannot be made. Every message names what was tried and where.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum LinkError {
-    #[error("cannot read the control plane's roots from {source_name}: {reason}")]
-    Roots { source_name: String, reason: String },
+    #[error("cannot read the control plane's roots from {source_name} ({setting}): {reason}")]
+    Roots { setting: &'static str, source_name: String, reason: String },
     #[error("cannot read the token from {path}: {reason}")]
     Token { path: PathBuf, reason: String },
     #[error("cannot send the {what}: it holds characters that a gRPC header must not hold")]
@@ -121,7 +123,11 @@ impl ControlPlane {
         if !self.address.tls {
             return Ok(Roots(Arc::default()));
         }
-        let fail = |reason: String| LinkError::Roots { source_name: self.roots.to_string(), reason };
+        let fail = |reason: String| LinkError::Roots {
+            setting: self.roots_setting,
+            source_name: self.roots.to_string(),
+            reason,
+        };
         let text = match &self.roots {
             RootSource::Pem(text) => text.clone().into_bytes(),
             RootSource::File(path) => fs::read(path).map_err(|e| fail(e.to_string()))?,
@@ -186,7 +192,11 @@ impl ControlPlane {
     }
 
     fn tls_config(&self, roots: &Roots) -> Result<Arc<ClientConfig>, LinkError> {
-        let fail = |reason: String| LinkError::Roots { source_name: self.roots.to_string(), reason };
+        let fail = |reason: String| LinkError::Roots {
+            setting: self.roots_setting,
+            source_name: self.roots.to_string(),
+            reason,
+        };
         let mut store = RootCertStore::empty();
         let (usable, _) = store.add_parsable_certificates(roots.0.iter().cloned());
         if usable == 0 {

@@ -277,12 +277,12 @@ impl Worker {
                     file = %problem.file.display(),
                     line = problem.line,
                     object = problem.object.as_ref().map(tracing::field::display),
-                    reason = %problem.reason,
+                    reason = &*problem.reason,
                     "a manifest is not used, the last good version stays"
                 );
             }
             for problem in self.problems.iter().filter(|p| !problems.contains(p)) {
-                tracing::info!(file = %problem.file.display(), line = problem.line, "a manifest is right again");
+                tracing::info!(file = %problem.file.display(), "a manifest is right again");
             }
             self.problems = problems;
         }

@@ -31,7 +31,7 @@ pub struct ProxyArgs {
     pub mesh: MeshSettings,
     #[command(flatten)]
     pub control: ControlArgs,
-    /// Socket of the node agent. Default /var/run/ztunnel/ztunnel.sock.
+    /// Socket of the node agent.
     #[arg(long, env = "INPOD_UDS", value_name = "INPOD_UDS", default_value = "/var/run/ztunnel/ztunnel.sock")]
     pub zds_socket: PathBuf,
     /// Worker threads: a count, or a share of the machine's CPUs such as 50%. Default: one per CPU.
@@ -70,10 +70,10 @@ pub struct Node {
     /// The Kubernetes node. Required.
     #[arg(long, env = "NODE_NAME", value_name = "NODE_NAME", value_parser = words)]
     pub node_name: String,
-    /// The proxy's own pod. Default ztunnel.
+    /// The proxy's own pod.
     #[arg(long, env = "POD_NAME", value_name = "POD_NAME", default_value = "ztunnel", value_parser = words)]
     pub pod_name: String,
-    /// Namespace of the own pod. Default understory-system.
+    /// Namespace of the own pod.
     #[arg(
         long,
         env = "POD_NAMESPACE",
@@ -82,7 +82,7 @@ pub struct Node {
         value_parser = words
     )]
     pub pod_namespace: String,
-    /// Service account of the own pod. Default ztunnel.
+    /// Service account of the own pod.
     #[arg(long, env = "SERVICE_ACCOUNT", value_name = "SERVICE_ACCOUNT", default_value = "ztunnel", value_parser = words)]
     pub service_account: String,
     /// Address of the own pod. Default: none, the control plane is told 1.1.1.1.
@@ -102,11 +102,9 @@ pub struct MeshSettings {
     #[arg(long, env = "NETWORK", value_name = "NETWORK", default_value = "")]
     pub network: String,
     /// DNS suffix of the cluster's services. Checked and shown in the dump; services come with their full names.
-    /// Default cluster.local.
     #[arg(long, env = "CLUSTER_DOMAIN", value_name = "CLUSTER_DOMAIN", default_value = "cluster.local", value_parser = hostname)]
     pub cluster_domain: String,
-    /// Trust domain of the mesh. Checked and shown in the dump; identities come with the workloads' records. Default
-    /// cluster.local.
+    /// Trust domain of the mesh. Checked and shown in the dump; identities come with the workloads' records.
     #[arg(long, env = "TRUST_DOMAIN", value_name = "TRUST_DOMAIN", default_value = "cluster.local", value_parser = values::trust_domain)]
     #[serde(serialize_with = "values::display")]
     pub trust_domain: TrustDomain,
@@ -119,7 +117,7 @@ pub struct MeshSettings {
 /// How to reach the control plane, as given.
 #[derive(Debug, Clone, Args)]
 pub struct ControlArgs {
-    /// Where discovery is. Default https://control.understory-system.svc:15012.
+    /// Where discovery is.
     #[arg(
         long,
         env = "XDS_ADDRESS",
@@ -131,8 +129,7 @@ pub struct ControlArgs {
     /// Where certificates are signed. Default: the discovery address.
     #[arg(long, env = "CA_ADDRESS", value_name = "CA_ADDRESS", value_parser = endpoint)]
     pub ca_address: Option<Endpoint>,
-    /// What the discovery server's certificate is checked against: a file, SYSTEM, or PEM text. Default
-    /// /var/run/secrets/istio/root-cert.pem.
+    /// What the discovery server's certificate is checked against: a file, SYSTEM, or PEM text.
     #[arg(
         long,
         env = "XDS_ROOT_CA",
@@ -150,8 +147,7 @@ pub struct ControlArgs {
     /// A further name that the certificate server's certificate may carry. Default: none.
     #[arg(long, env = "ALT_CA_HOSTNAME", value_name = "ALT_CA_HOSTNAME", value_parser = hostname)]
     pub alt_ca_hostname: Option<String>,
-    /// The service account token that the control plane is shown: a file, or the token. Default
-    /// /var/run/secrets/tokens/istio-token.
+    /// The service account token that the control plane is shown: a file, or the token.
     #[arg(
         long,
         env = "AUTH_TOKEN",
@@ -160,7 +156,7 @@ pub struct ControlArgs {
         value_parser = TokenSource::parse
     )]
     pub auth_token: TokenSource,
-    /// Ask only for what the node's pods talk to, instead of the whole mesh. Default false.
+    /// Ask only for what the node's pods talk to, instead of the whole mesh.
     #[arg(
         long,
         env = "XDS_ON_DEMAND",
@@ -170,10 +166,10 @@ pub struct ControlArgs {
         require_equals = true,
         default_missing_value = "true",
         action = clap::ArgAction::Set,
-        value_parser = clap::builder::BoolishValueParser::new()
+        value_parser = values::boolean
     )]
     pub xds_on_demand: bool,
-    /// Lifetime that is asked for a workload's certificate. Default 24h.
+    /// Lifetime that is asked for a workload's certificate.
     #[arg(long, env = "SECRET_TTL", value_name = "SECRET_TTL", default_value = "24h", value_parser = positive_duration)]
     pub secret_ttl: Duration,
 }
@@ -206,13 +202,13 @@ pub struct ControlPlane {
 #[derive(Debug, Clone, Copy, Args, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Listen {
-    /// Admin server. Default 127.0.0.1:15000.
+    /// Admin server.
     #[arg(long, env = "ADMIN_ADDR", value_name = "ADMIN_ADDR", default_value = "127.0.0.1:15000", value_parser = values::socket_address)]
     pub admin_addr: SocketAddr,
-    /// Metrics server. Default [::]:15020 (IPv4 too; IPv4 only where there is no IPv6).
+    /// Metrics server (IPv4 too; IPv4 only where there is no IPv6).
     #[arg(long, env = "METRICS_ADDR", value_name = "METRICS_ADDR", default_value = "[::]:15020", value_parser = values::socket_address)]
     pub metrics_addr: SocketAddr,
-    /// Readiness server. Default [::]:15021.
+    /// Readiness server.
     #[arg(long, env = "READINESS_ADDR", value_name = "READINESS_ADDR", default_value = "[::]:15021", value_parser = values::socket_address)]
     pub readiness_addr: SocketAddr,
 }
@@ -220,19 +216,19 @@ pub struct Listen {
 /// Timeouts, as given. Texts such as 500ms, 10s, 5m, 24h; a plain number is seconds.
 #[derive(Debug, Clone, Args)]
 pub struct TimeoutArgs {
-    /// Dial of an endpoint or an application. Default 10s.
+    /// Dial of an endpoint or an application.
     #[arg(long, env = "CONNECT_TIMEOUT", value_name = "CONNECT_TIMEOUT", default_value = "10s", value_parser = positive_duration)]
     pub connect_timeout: Duration,
-    /// TLS and HTTP/2 handshake of a tunnel, either side. Default 10s.
+    /// TLS and HTTP/2 handshake of a tunnel, either side.
     #[arg(long, env = "HANDSHAKE_TIMEOUT", value_name = "HANDSHAKE_TIMEOUT", default_value = "10s", value_parser = positive_duration)]
     pub handshake_timeout: Duration,
-    /// Wait for the workload record of a pod on this node. Default 5s.
+    /// Wait for the workload record of a pod on this node.
     #[arg(long, env = "OWN_WORKLOAD_WAIT", value_name = "OWN_WORKLOAD_WAIT", default_value = "5s", value_parser = positive_duration)]
     pub own_workload_wait: Duration,
-    /// Wait for a certificate that is not there yet. Default 10s.
+    /// Wait for a certificate that is not there yet.
     #[arg(long, env = "CERTIFICATE_WAIT", value_name = "CERTIFICATE_WAIT", default_value = "10s", value_parser = positive_duration)]
     pub certificate_wait: Duration,
-    /// On demand: wait for the answer about an unknown destination. Default 5s.
+    /// On demand: wait for the answer about an unknown destination.
     #[arg(long, env = "ON_DEMAND_WAIT", value_name = "ON_DEMAND_WAIT", default_value = "5s", value_parser = positive_duration)]
     pub on_demand_wait: Duration,
     /// How long open connections may go on after the order to stop. Default: derived from
@@ -242,7 +238,7 @@ pub struct TimeoutArgs {
     /// The pod's grace period: the drain deadline is 5 s less (1 s less up to 10 s; at least 1 s).
     #[arg(long, env = "TERMINATION_GRACE_PERIOD_SECONDS", value_name = "TERMINATION_GRACE_PERIOD_SECONDS", value_parser = duration)]
     pub termination_grace_period: Option<Duration>,
-    /// Life of a tunnel that no connection uses. Default 5m.
+    /// Life of a tunnel that no connection uses.
     #[arg(
         long,
         env = "POOL_UNUSED_RELEASE_TIMEOUT",
@@ -251,22 +247,22 @@ pub struct TimeoutArgs {
         value_parser = positive_duration
     )]
     pub tunnel_idle: Duration,
-    /// How long a half-closed connection may stay without a byte in the direction that is still open. Default 5m.
+    /// How long a half-closed connection may stay without a byte in the direction that is still open.
     #[arg(long, env = "HALF_CLOSE_DEADLINE", value_name = "HALF_CLOSE_DEADLINE", default_value = "5m", value_parser = positive_duration)]
     pub half_close_deadline: Duration,
-    /// Silence on a tunnel with open streams after which it is pinged. Default 5s.
+    /// Silence on a tunnel with open streams after which it is pinged.
     #[arg(long, env = "HBONE_PING_AFTER", value_name = "HBONE_PING_AFTER", default_value = "5s", value_parser = positive_duration)]
     pub ping_after: Duration,
-    /// Silence after a ping that makes a tunnel dead. Default 10s.
+    /// Silence after a ping that makes a tunnel dead.
     #[arg(long, env = "HBONE_PING_TIMEOUT", value_name = "HBONE_PING_TIMEOUT", default_value = "10s", value_parser = positive_duration)]
     pub ping_timeout: Duration,
-    /// TCP: idle time before the first keepalive probe. Default 180s.
+    /// TCP: idle time before the first keepalive probe.
     #[arg(long, env = "KEEPALIVE_TIME", value_name = "KEEPALIVE_TIME", default_value = "180s", value_parser = positive_duration)]
     pub keepalive_time: Duration,
-    /// TCP: time between keepalive probes. Default 20s.
+    /// TCP: time between keepalive probes.
     #[arg(long, env = "KEEPALIVE_INTERVAL", value_name = "KEEPALIVE_INTERVAL", default_value = "20s", value_parser = positive_duration)]
     pub keepalive_interval: Duration,
-    /// TCP: how long sent data may stay without acknowledgement. Default 20s.
+    /// TCP: how long sent data may stay without acknowledgement.
     #[arg(long, env = "TCP_USER_TIMEOUT", value_name = "TCP_USER_TIMEOUT", default_value = "20s", value_parser = positive_duration)]
     pub user_timeout: Duration,
 }
@@ -306,19 +302,19 @@ pub struct Timeouts {
 /// Bounds, as given. Sizes are bytes, or carry Ki, Mi or Gi.
 #[derive(Debug, Clone, Args)]
 pub struct LimitArgs {
-    /// HTTP/2: window that a stream starts with. Default 256Ki.
+    /// HTTP/2: window that a stream starts with.
     #[arg(long, env = "HTTP2_STREAM_WINDOW_SIZE", value_name = "HTTP2_STREAM_WINDOW_SIZE", default_value = "256Ki", value_parser = size)]
     pub stream_window: Bytes,
     /// HTTP/2: window of the whole tunnel. Default: so much that the streams' windows are the limit.
     #[arg(long, env = "HTTP2_CONNECTION_WINDOW_SIZE", value_name = "HTTP2_CONNECTION_WINDOW_SIZE", value_parser = size)]
     pub connection_window: Option<Bytes>,
-    /// HTTP/2: largest frame that is accepted, 16Ki to 16Mi-1. Default 64Ki.
+    /// HTTP/2: largest frame that is accepted, 16Ki to 16Mi-1.
     #[arg(long, env = "HTTP2_FRAME_SIZE", value_name = "HTTP2_FRAME_SIZE", default_value = "64Ki", value_parser = size)]
     pub frame_size: Bytes,
-    /// HTTP/2: streams that a peer may open on one tunnel to us. Default 200.
+    /// HTTP/2: streams that a peer may open on one tunnel to us.
     #[arg(long, env = "HBONE_MAX_STREAMS", value_name = "HBONE_MAX_STREAMS", default_value = "200", value_parser = number)]
     pub max_streams: u32,
-    /// Streams that we open on one tunnel before another one is dialled (the peer's limit holds too). Default 100.
+    /// Streams that we open on one tunnel before another one is dialled (the peer's limit holds too).
     #[arg(
         long,
         env = "POOL_MAX_STREAMS_PER_CONNECTION",
@@ -344,21 +340,21 @@ pub struct Limits {
 #[derive(Debug, Clone, Args, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TelemetrySettings {
-    /// Shape of log lines. Default plain.
+    /// Shape of log lines.
     #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", value_enum, default_value = "plain")]
     pub log_format: Format,
-    /// Log levels: a level, or directives such as info,access=debug. Default info.
+    /// Log levels: a level, or directives such as info,access=debug.
     #[arg(long, env = "RUST_LOG", value_name = "RUST_LOG", default_value = "info")]
     #[serde(serialize_with = "values::display")]
     pub log_levels: Levels,
-    /// Log lines that wait for a slow reader of stdout; more are dropped and counted. Bytes. Default 4Mi.
+    /// Log lines that wait for a slow reader of stdout; more are dropped and counted. Bytes.
     #[arg(long, env = "LOG_QUEUE", value_name = "LOG_QUEUE", default_value = "4Mi", value_parser = size)]
     pub log_queue: Bytes,
-    /// Life of a metric series without traffic. Default 10m.
+    /// Life of a metric series without traffic.
     #[arg(long, env = "METRIC_SERIES_IDLE", value_name = "METRIC_SERIES_IDLE", default_value = "10m", value_parser = positive_duration)]
     #[serde(serialize_with = "values::seconds")]
     pub series_idle: Duration,
-    /// Metric label sets of connections; more share one overflow series. Default 10000.
+    /// Metric label sets of connections; more share one overflow series.
     #[arg(long, env = "METRIC_SERIES_MAX", value_name = "METRIC_SERIES_MAX", default_value = "10000", value_parser = number)]
     pub series_max: u32,
 }

@@ -121,6 +121,7 @@ fn xds(config: &ProxyConfig) -> ControlPlane {
     let control = &config.control;
     ControlPlane {
         setting: "XDS_ADDRESS",
+        roots_setting: "XDS_ROOT_CA",
         address: address(&control.xds_address),
         roots: roots(&control.xds_root),
         alternate_name: control.alt_xds_hostname.clone(),
@@ -134,6 +135,7 @@ fn ca(config: &ProxyConfig) -> ControlPlane {
     let control = &config.control;
     ControlPlane {
         setting: "CA_ADDRESS",
+        roots_setting: "CA_ROOT_CA",
         address: address(&control.ca_address),
         roots: roots(&control.ca_root),
         alternate_name: control.alt_ca_hostname.clone(),

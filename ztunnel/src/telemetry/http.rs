@@ -102,7 +102,9 @@ impl Router {
 
     fn answer(&self, request: &Request) -> hyper::Response<Body> {
         let Some(pages) = self.pages.get(request.path()) else {
-            return Response::text(StatusCode::NOT_FOUND, "no such page\n").into();
+            let paths: Vec<&str> = self.pages.keys().copied().collect();
+            let text = format!("no such page; there are: {}\n", paths.join(", "));
+            return Response::text(StatusCode::NOT_FOUND, text).into();
         };
         if let Some((_, page)) = pages.iter().find(|(method, _)| *method == request.head.method) {
             return page(request).into();

@@ -68,6 +68,10 @@ impl Figures {
         self.put(path.name(), name, unit, value);
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
     fn put(&mut self, path: &'static str, name: &'static str, unit: Unit, value: f64) {
         if !self.order.contains(&name) {
             self.order.push(name);

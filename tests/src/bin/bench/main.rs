@@ -10,26 +10,30 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use figures::Figures;
-use paths::Bench;
+use paths::{Bench, Path};
 
 #[derive(Debug, Parser)]
-#[command(name = "cargo xtask bench", about = "Measures direct connections, two plain relays and the mesh")]
+#[command(
+    name = "cargo xtask bench",
+    bin_name = "cargo xtask bench",
+    about = "Measures direct connections, two plain relays and the mesh"
+)]
 pub struct Cli {
     /// Write the figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Rounds; every figure is the median of its rounds
-    #[arg(long, default_value_t = 3)]
-    rounds: usize,
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
     /// Shorter measurements: good for a look, not for a comparison
     #[arg(long)]
     quick: bool,
     /// Only figures whose name contains one of these
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     only: Vec<String>,
-    /// Only these paths
-    #[arg(long, value_delimiter = ',', default_value = "direct,relay,mesh")]
-    paths: Vec<String>,
+    /// Only these ways from client to server
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "direct,relay,mesh")]
+    paths: Vec<Path>,
 }
 
 impl Cli {
@@ -41,15 +45,23 @@ impl Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Err(reason) = testbed::can_run() {
+        eprintln!("error: {reason}");
+        return ExitCode::FAILURE;
+    }
     if cfg!(debug_assertions) {
         eprintln!("warning: not a release build; `cargo xtask bench` makes one");
     }
     let bench = Bench::set_up(&cli);
     let mut figures = Figures::default();
     measure::memory(&bench, &cli, &mut figures);
-    for round in 0..cli.rounds.max(1) {
-        eprintln!("round {} of {}", round + 1, cli.rounds.max(1));
+    for round in 0..cli.rounds {
+        eprintln!("round {} of {}", round + 1, cli.rounds);
         measure::round(&bench, &cli, &mut figures);
+    }
+    if figures.is_empty() {
+        eprintln!("error: no figure of the paths {:?} has a name with one of {:?} in it", cli.paths, cli.only);
+        return ExitCode::FAILURE;
     }
     figures.derive();
     figures.print();

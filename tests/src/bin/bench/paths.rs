@@ -12,7 +12,7 @@ use crate::Cli;
 const RELAY: u16 = 1000;
 
 /// A way from the client to the server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Path {
     /// No proxy at all.
     Direct,
@@ -71,8 +71,7 @@ impl Bench {
             processes.push(plain.client.relay_place().start_load(&outer));
         }
         let known = [Path::Direct, Path::Relay, Path::Mesh];
-        let asked = |path: &Path| cli.paths.iter().any(|name| name == path.name());
-        let paths: Vec<Path> = known.into_iter().filter(asked).collect();
+        let paths: Vec<Path> = known.into_iter().filter(|path| cli.paths.contains(path)).collect();
         if paths.contains(&Path::Mesh) {
             tb.start_mesh();
         }

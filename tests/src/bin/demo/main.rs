@@ -5,6 +5,7 @@ mod report;
 
 use std::net::{SocketAddr, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -12,15 +13,19 @@ use clap::Parser;
 use report::Report;
 use testbed::{AccessLine, Behaviour, Mesh, Pod, Server, Service, StreamExt, Testbed};
 
-/// Sent before the label: it must be seen on the wire.
-const OPEN: &[u8] = b"canary-in-the-clear";
-/// Sent after the label: it must never be seen on the wire.
-const SECRET: &[u8] = b"canary-in-the-mesh";
+/// Sent on connections from before the label: it must be seen on the wire.
+const OPEN: &[u8] = b"sent-in-the-clear";
+/// Sent on connections from after the label: it must never be seen on the wire.
+const SECRET: &[u8] = b"sent-in-the-mesh";
 /// Port of the HBONE listener of every pod in the mesh.
 const HBONE: u16 = 15008;
 
 #[derive(Debug, Parser)]
-#[command(name = "cargo xtask demo", about = "Shows the mesh at work in a two-node cluster on this machine")]
+#[command(
+    name = "cargo xtask demo",
+    bin_name = "cargo xtask demo",
+    about = "Shows the mesh at work in a two-node cluster on this machine"
+)]
 struct Cli {
     /// Leave the cluster running until Ctrl-C, and print how to look around
     #[arg(long)]
@@ -29,6 +34,10 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Err(reason) = testbed::can_run() {
+        eprintln!("error: {reason}");
+        return ExitCode::FAILURE;
+    }
     let mut report = Report::new();
     let mut kept = None;
     // A step that cannot even be tried counts as failed; what the testbed says is printed by then.
@@ -36,7 +45,6 @@ fn main() -> ExitCode {
         let demo = Demo::set_up(&mut report);
         demo.run(&mut report, cli.keep);
         if cli.keep {
-            demo.explain();
             kept = Some(demo);
         }
     }));
@@ -44,7 +52,8 @@ fn main() -> ExitCode {
         report.broken();
     }
     let code = report.finish();
-    if kept.is_some() {
+    if let Some(demo) = kept {
+        demo.explain();
         println!("\nThe cluster runs. Ctrl-C takes it down.");
         loop {
             std::thread::park();
@@ -100,14 +109,15 @@ impl Demo {
         report.done("network namespaces, cgroups and pods are there", start);
         for pod in demo.pods() {
             let ip6 = pod.ip6();
-            report.note(&format!("{:<16} {}  {:<12} {ip6}", pod.name(), pod.node(), pod.ip()));
+            let name = format!("{}/{}", pod.namespace(), pod.pod_name());
+            report.note(&format!("{name:<16} {}  {:<12} {ip6}", pod.node(), pod.ip()));
         }
         report.note(&format!("{:<16} {}", "service cart", both(&demo.cart_service)));
         report.note(&format!("{:<16} {}", "service db", demo.db_service.at(5432)));
         report.wait("control, and an agent and a proxy per node, to become ready");
         let start = Instant::now();
         demo.tb.start_mesh();
-        report.done("control plane, agents and proxies are ready; nobody is in the mesh yet", start);
+        report.done("control plane, agents and proxies are ready", start);
         demo
     }
 
@@ -141,7 +151,7 @@ impl Demo {
         let wire = self.tb.wire();
         let mut stream = self.connect(&self.frontend, self.cart.at(8080));
         stream.ask(OPEN);
-        report.check("frontend → cart is plaintext on the wire", wire.contains(OPEN), "the canary was seen");
+        report.check("frontend → cart is plaintext on the wire", wire.contains(OPEN), "what was sent was seen");
         let mut second = self.connect(&self.frontend, self.db.at(5432));
         second.hear(b"db ready\n".len());
         second.ask(OPEN);
@@ -160,11 +170,13 @@ impl Demo {
         self.tb.namespace("shop").enrol();
         self.mesh().wait_in_mesh(&self.enrolled());
         report.done("four pods are in the mesh", start);
-        report.check("the pod outside is not", self.mesh().status(&self.outsider).is_none(), "no status");
+        report.check("the pod outside is not", self.mesh().status(&self.outsider).is_none(), "no status file for it");
         let wire = self.tb.wire();
         let alive = old.iter_mut().map(|stream| stream.try_ask(OPEN)).filter(|ok| *ok).count();
-        report.check("no connection was broken", alive == old.len(), &format!("{alive} older ones go on"));
-        report.check("they stay plaintext until they end", wire.contains(OPEN), &format!("{} of them", old.len()));
+        let of = old.len();
+        report.check("no connection was broken", alive == of, &format!("{alive} of {of} older ones go on"));
+        let plain = wire.flows().iter().filter(|flow| flow.to_server.windows(OPEN.len()).any(|w| w == OPEN)).count();
+        report.check("they stay plaintext until they end", plain == of, &format!("{plain} of {of} seen on the wire"));
     }
 
     fn after(&self, report: &mut Report) {
@@ -191,7 +203,8 @@ impl Demo {
         let start = Instant::now();
         let mut stream = self.connect(&self.frontend, self.db_service.at(5432));
         let banner = stream.hear(b"db ready\n".len());
-        report.check("a server that speaks first", banner == b"db ready\n", &millis(start));
+        let heard = format!("heard in {}", millis(start));
+        report.check("frontend → service db, which speaks first", banner == b"db ready\n", &heard);
         stream.ask(SECRET);
         drop(stream);
         let flows = wire.flows();
@@ -202,8 +215,9 @@ impl Demo {
             report.note(&format!("not TLS 1.3: {error}"));
         }
         let all_tls = !tls.is_empty() && tls.iter().all(Result::is_ok) && others == 0;
-        report.check("only TLS 1.3 between the nodes", all_tls, &format!("{} tunnels, {others} others", tls.len()));
-        report.check("the canary is not on the wire", !wire.contains(SECRET), "looked through every packet");
+        let counts = format!("{} tunnels, {others} other connections", tls.len());
+        report.check("only TLS 1.3 between the nodes", all_tls, &counts);
+        report.check("what was sent is not to be read there", !wire.contains(SECRET), "looked through every packet");
         self.identities(report);
     }
 
@@ -214,7 +228,7 @@ impl Demo {
             let wanted = |line: &AccessLine| to_db(line) && line.get("direction") == direction;
             let line = node.wait_access_line("frontend → db", wanted);
             let count = node.access_log().into_iter().filter(wanted).count();
-            report.check(&format!("one access-log line at the {side}'s node"), count == 1, &format!("{count}"));
+            report.check(&format!("frontend → db: one log line at the {side}'s node"), count == 1, &format!("{count}"));
             let (field, identity) = match direction {
                 "inbound" => ("src.identity", self.frontend.identity()),
                 _ => ("dst.identity", self.db.identity()),
@@ -248,7 +262,7 @@ impl Demo {
         let mut stream = self.connect(&self.frontend, self.db.at(5432));
         stream.hear(b"db ready\n".len());
         stream.ask(SECRET);
-        report.check("new connections are plaintext again", wire.contains(SECRET), "the canary was seen");
+        report.check("new connections are plaintext again", wire.contains(SECRET), "what was sent was seen");
         let alive = old.iter_mut().map(|stream| stream.try_ask(OPEN)).filter(|ok| *ok).count();
         report.check("the oldest connections still go on", alive == old.len(), &format!("{alive} of {}", old.len()));
         report.check("no pod was restarted", self.processes() == processes, "same process ids");
@@ -265,33 +279,55 @@ impl Demo {
         self.enrolled().iter().any(|pod| pod.ip() == address.ip() || pod.ip6() == address.ip())
     }
 
-    /// Connects, with a few tries: a fault shows as a failed step, not as a broken demo.
+    /// Connects. Where that fails the demo cannot go on.
     fn connect(&self, from: &Pod, to: SocketAddr) -> TcpStream {
         from.connect(to).unwrap_or_else(|e| panic!("{} → {to}: {e}", from.name()))
     }
 
     /// How to look around in a cluster that is left running.
     fn explain(&self) {
-        println!("\nLook around (from another terminal, as root):");
+        let dir = self.tb.path("enter");
+        std::fs::create_dir_all(&dir).unwrap_or_else(|e| panic!("make {}: {e}", dir.display()));
         for pod in self.pods() {
-            println!(
-                "  a shell in {:<16} sh -c 'echo $$ > {}/cgroup.procs; exec ip netns exec {} bash'",
-                pod.name(),
-                pod.cgroup().path().display(),
-                pod.netns().name()
-            );
+            write_script(&dir.join(pod.pod_name()), pod.netns().name(), Some(pod.cgroup().path()));
         }
         for node in self.tb.nodes() {
-            let exec = format!("ip netns exec {}", node.netns().name());
-            println!("  proxy of {}: configuration  {exec} curl -s 127.0.0.1:15000/config_dump", node.name());
-            println!("  proxy of {}: metrics        {exec} curl -s 127.0.0.1:15020/metrics", node.name());
-            println!("  agent of {}: its pods       {exec} curl -s 127.0.0.1:15014/status", node.name());
+            write_script(&dir.join(node.name()), node.netns().name(), None);
         }
-        println!("  logs                        {}", self.tb.path("logs").display());
-        println!("  manifests (edit and see)    {}", self.tb.path("manifests").display());
-        println!("  service cart                {}", both(&self.cart_service));
-        println!("  service db                  {}", self.db_service.at(5432));
+        write_script(&dir.join("control"), self.tb.control_place().netns().name(), None);
+
+        println!("\nLook around, from another terminal, as root:\n");
+        println!("  cd {}", self.tb.path("").display());
+        let say = |command: &str, what: &str| println!("  {command:<50}  {what}");
+        let names = self.pods().map(Pod::pod_name).join("|");
+        say(&format!("enter/{names}"), "a shell in that pod, or the command that follows");
+        let cart = self.cart_service.at(80);
+        let talk = format!("exec 3<>/dev/tcp/{}/{}; echo hello >&3; head -1 <&3", cart.ip(), cart.port());
+        say(&format!("enter/frontend bash -c '{talk}'"), "");
+        say("", "a connection to service cart, which echoes");
+        say("grep access logs/proxy-node0.log", "one line per connection; the other processes' logs are there, too");
+        for (node, path, what) in [
+            ("node0", "15000/config_dump", "what the proxy of node0 knows; node1 likewise"),
+            ("node0", "15020/metrics", "its metrics"),
+            ("node0", "15014/status", "the agent's list of pods, with reasons"),
+            ("control", "15014/debug/resources", "what control serves"),
+        ] {
+            say(&format!("enter/{node} curl -s 127.0.0.1:{path}"), what);
+        }
+        let namespace = "manifests/namespace-shop.yaml";
+        say(&format!("sed -i s/ambient/none/ {namespace}"), "takes the label's effect away; s/none/ambient/ again");
+        say("ls manifests", "the cluster's objects: edit them, agents and control follow");
     }
+}
+
+/// A script that runs a shell, or the command that it is given, in a network namespace and, for a pod, in its cgroup.
+fn write_script(path: &Path, netns: &str, cgroup: Option<&Path>) {
+    use std::os::unix::fs::PermissionsExt;
+    let join = cgroup.map_or(String::new(), |cgroup| format!("echo $$ > {}/cgroup.procs\n", cgroup.display()));
+    let text = format!("#!/bin/sh\n{join}[ $# -gt 0 ] || set -- bash\nexec ip netns exec {netns} \"$@\"\n");
+    let written = std::fs::write(path, text)
+        .and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)));
+    written.unwrap_or_else(|e| panic!("write {}: {e}", path.display()));
 }
 
 fn both(service: &Service) -> String {

@@ -65,7 +65,7 @@ impl Report {
 
     /// The last lines.
     pub fn finish(&self) -> ExitCode {
-        println!("\n{:.1} s", self.start.elapsed().as_secs_f64());
+        println!("\ntook {:.1} s", self.start.elapsed().as_secs_f64());
         println!("{} passed, {} failed", self.passed, self.failed);
         if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }

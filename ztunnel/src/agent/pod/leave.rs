@@ -59,9 +59,9 @@ impl PodTask {
                 context.release(held)?;
                 self.stage.advance(Stage::Served);
             }
-            Stage::Captured(_) | Stage::Enrolled(_) => {
+            Stage::Captured(held) | Stage::Enrolled(held) => {
                 context.renounce(&self.uid)?;
-                info!(pod = facts.name, namespace = facts.namespace, "the pod leaves the mesh: peers are to follow");
+                info!(pod = held.record.pod(), "the pod leaves the mesh: peers are to follow");
                 let until = Instant::now() + context.timings.follow;
                 self.stage.advance(|held| Stage::Following(held, until));
             }

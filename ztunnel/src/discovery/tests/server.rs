@@ -177,6 +177,7 @@ async fn carry(
 fn control_plane(scheme: &str, address: SocketAddr) -> ControlPlane {
     ControlPlane {
         setting: "XDS_ADDRESS",
+        roots_setting: "XDS_ROOT_CA",
         address: format!("{scheme}://{address}").parse().unwrap(),
         roots: RootSource::System,
         alternate_name: None,

@@ -97,6 +97,7 @@ impl Rig {
     fn control_plane(&self) -> ControlPlane {
         ControlPlane {
             setting: "CA_ADDRESS",
+            roots_setting: "CA_ROOT_CA",
             address: format!("https://{}", self.address).parse().unwrap(),
             roots: RootSource::File(self.dir.join("root.pem")),
             alternate_name: None,

@@ -35,6 +35,8 @@ fn a_wrong_value_names_the_setting_the_value_and_what_is_right() {
         ("--threads", "150%", "ZTUNNEL_WORKER_THREADS", "1% to 100%"),
         ("--xds-address", "control:15012", "XDS_ADDRESS", "https://host:port"),
         ("--xds-address", "https://", "XDS_ADDRESS", "https://host:port"),
+        ("--xds-address", "https://control:99999", "XDS_ADDRESS", "https://host:port"),
+        ("--xds-address", "https://user@control:1", "XDS_ADDRESS", "https://host:port"),
         ("--ca-address", "https://a/b", "CA_ADDRESS", "https://host:port"),
         ("--connect-timeout", "ten", "CONNECT_TIMEOUT", "such as 500ms"),
         ("--connect-timeout", "0s", "CONNECT_TIMEOUT", "more than 0"),

@@ -95,6 +95,14 @@ pub(super) fn size(text: &str) -> Result<Bytes, String> {
     count.checked_mul(1 << shift).map(Bytes).ok_or_else(|| "the size is too large".into())
 }
 
+pub(super) fn boolean(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "true" | "t" | "yes" | "y" | "on" | "1" => Ok(true),
+        "false" | "f" | "no" | "n" | "off" | "0" => Ok(false),
+        _ => Err("expected true or false".into()),
+    }
+}
+
 pub(super) fn number(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(0) | Err(_) => Err("expected a whole number from 1".into()),
@@ -164,15 +172,21 @@ pub(super) fn endpoint(text: &str) -> Result<Endpoint, String> {
         Some("http") => false,
         _ => return Err(expected()),
     };
-    let host = uri.host().map(|h| h.trim_start_matches('[').trim_end_matches(']')).filter(|h| !h.is_empty());
-    if uri.path().len() > 1 || uri.query().is_some() {
+    let authority = uri.authority().ok_or_else(expected)?;
+    let host = authority.host().trim_start_matches('[').trim_end_matches(']');
+    if host.is_empty() || uri.path().len() > 1 || uri.query().is_some() {
         return Err(expected());
     }
-    let port = uri.port().map(|p| p.as_u16());
-    if port == Some(0) || (port.is_none() && uri.authority().is_some_and(|a| a.as_str().ends_with(':'))) {
-        return Err(expected());
-    }
-    Ok(Endpoint { tls, host: host.ok_or_else(expected)?.into(), port: port.unwrap_or(if tls { 443 } else { 80 }) })
+    // `port()` has nothing for a port that is too large as well as for none.
+    let port = match authority.as_str().strip_prefix(authority.host()).ok_or_else(expected)? {
+        "" if tls => 443,
+        "" => 80,
+        rest => match rest.strip_prefix(':').and_then(|port| port.parse().ok()) {
+            None | Some(0) => return Err(expected()),
+            Some(port) => port,
+        },
+    };
+    Ok(Endpoint { tls, host: host.into(), port })
 }
 
 impl RootSource {

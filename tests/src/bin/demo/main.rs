@@ -217,7 +217,7 @@ impl Demo {
         let all_tls = !tls.is_empty() && tls.iter().all(Result::is_ok) && others == 0;
         let counts = format!("{} tunnels, {others} other connections", tls.len());
         report.check("only TLS 1.3 between the nodes", all_tls, &counts);
-        report.check("what was sent is not to be read there", !wire.contains(SECRET), "looked through every packet");
+        report.check("what was sent is not readable on the wire", !wire.contains(SECRET), "in no packet");
         self.identities(report);
     }
 
@@ -297,7 +297,7 @@ impl Demo {
         write_script(&dir.join("control"), self.tb.control_place().netns().name(), None);
 
         println!("\nLook around, from another terminal, as root:\n");
-        println!("  cd {}", self.tb.path("").display());
+        println!("  cd {}", self.tb.name().dir().display());
         let say = |command: &str, what: &str| println!("  {command:<50}  {what}");
         let names = self.pods().map(Pod::pod_name).join("|");
         say(&format!("enter/{names}"), "a shell in that pod, or the command that follows");

@@ -12,9 +12,9 @@ use prost::Message;
 use super::demand::{Demand, Key};
 use super::subscriptions::Subscriptions;
 use crate::mesh::{Mesh, NetworkAddress, Snapshot, Unusable, Update, convert_service, convert_workload};
-use crate::policy::{convert_policy, stand_in};
+use crate::policy::{self, Policy, PolicyAction, stand_in, stand_in_named};
 use crate::proto::discovery::{DeltaDiscoveryResponse, Resource};
-use crate::proto::{security, workload};
+use crate::proto::workload;
 
 pub const ADDRESS: &str = "type.googleapis.com/istio.workload.Address";
 pub const AUTHORIZATION: &str = "type.googleapis.com/istio.security.Authorization";
@@ -100,7 +100,9 @@ impl Held {
         mut subscriptions: Option<&mut Subscriptions>,
     ) -> Applied {
         let mut applied = Applied::default();
-        if response.resources.is_empty() && response.removed_resources.is_empty() {
+        // The first answer on policies, even an empty one, says that these are all.
+        let completes = kind == Kind::Authorization && !mesh.load().policies().is_complete();
+        if response.resources.is_empty() && response.removed_resources.is_empty() && !completes {
             return applied;
         }
         mesh.update(|update| {
@@ -131,6 +133,9 @@ impl Held {
                 self.mentioned(kind, &name);
                 self.of(kind).remove(&name);
                 remove(kind, &name, update);
+            }
+            if completes {
+                update.policies_complete();
             }
         });
         applied
@@ -211,53 +216,92 @@ fn needed(used: &[Key], mesh: &Snapshot) -> HashSet<Arc<str>> {
 
 /// Takes a resource into the model; its name.
 fn take(kind: Kind, resource: &Resource, update: &mut Update<'_>) -> Result<Arc<str>, String> {
+    match kind {
+        Kind::Address => take_address(resource, update),
+        Kind::Authorization => take_policy(resource, update),
+    }
+}
+
+fn take_address(resource: &Resource, update: &mut Update<'_>) -> Result<Arc<str>, String> {
+    let bytes = content(Kind::Address, resource)?;
+    let address = workload::Address::decode(bytes).map_err(|e| e.to_string())?;
+    match address.r#type {
+        Some(workload::address::Type::Workload(wire)) => {
+            let workload = convert_workload(&wire, update.strings()).map_err(|e| e.to_string())?;
+            same_name(resource, &workload.uid)?;
+            let name = workload.uid.clone();
+            update.workload(workload);
+            Ok(name)
+        }
+        Some(workload::address::Type::Service(wire)) => {
+            let service = convert_service(&wire, update.strings()).map_err(|e| e.to_string())?;
+            same_name(resource, &service.key)?;
+            let name = service.key.clone();
+            update.service(service);
+            Ok(name)
+        }
+        None => Err("it is neither a workload nor a service".into()),
+    }
+}
+
+fn content(kind: Kind, resource: &Resource) -> Result<&[u8], String> {
     let any = resource.resource.as_ref().ok_or("it has no content")?;
     if any.type_url != kind.url() {
         return Err(format!("its type is {:?}", any.type_url));
     }
-    let same_name = |name: &str| match *resource.name == *name {
+    Ok(&any.value)
+}
+
+fn same_name(resource: &Resource, name: &str) -> Result<(), String> {
+    match *resource.name == *name {
         true => Ok(()),
         false => Err(format!("its content is of {name:?}")),
+    }
+}
+
+/// A policy that cannot be used must not be missing: one of a namespace or of the mesh is named by no workload, so nobody
+/// would notice. An earlier version that is held goes on; else something stands in and denies.
+fn take_policy(resource: &Resource, update: &mut Update<'_>) -> Result<Arc<str>, String> {
+    let (policy, error) = match read_policy(resource) {
+        Ok(policy) => (policy, None),
+        Err((policy, error)) => (policy, Some(error)),
     };
-    match kind {
-        Kind::Address => {
-            let address = workload::Address::decode(&*any.value).map_err(|e| e.to_string())?;
-            match address.r#type {
-                Some(workload::address::Type::Workload(wire)) => {
-                    let workload = convert_workload(&wire, update.strings()).map_err(|e| e.to_string())?;
-                    same_name(&workload.uid)?;
-                    let name = workload.uid.clone();
-                    update.workload(workload);
-                    Ok(name)
-                }
-                Some(workload::address::Type::Service(wire)) => {
-                    let service = convert_service(&wire, update.strings()).map_err(|e| e.to_string())?;
-                    same_name(&service.key)?;
-                    let name = service.key.clone();
-                    update.service(service);
-                    Ok(name)
-                }
-                None => Err("it is neither a workload nor a service".into()),
-            }
-        }
-        Kind::Authorization => {
-            let wire = security::Authorization::decode(&*any.value).map_err(|e| e.to_string())?;
-            same_name(&format!("{}/{}", wire.namespace, wire.name))?;
-            let policy = match convert_policy(&wire) {
-                Ok(policy) => policy,
-                Err(error) => {
-                    // A policy of a namespace or of the mesh is named by no workload: without a stand-in nobody would
-                    // miss it. An earlier version that is held goes on.
-                    if !update.snapshot().has_policy(&resource.name) {
-                        update.policy(stand_in(&wire, &error.to_string()));
-                    }
-                    return Err(error.to_string());
-                }
-            };
-            let name = policy.key.clone();
-            update.policy(policy);
-            Ok(name)
-        }
+    let name = policy.key().clone();
+    let is_held = update.snapshot().policies().get(&name).is_some();
+    if (error.is_none() || !is_held) && update.policy(policy) {
+        warn_of(&name, update.snapshot());
+    }
+    match error {
+        None => Ok(name),
+        Some(error) => Err(error),
+    }
+}
+
+/// The policy, or what stands in for it and why.
+fn read_policy(resource: &Resource) -> Result<Policy, (Policy, String)> {
+    let unreadable = |error: String| (stand_in_named(&resource.name, &error), error);
+    let bytes = content(Kind::Authorization, resource).map_err(unreadable)?;
+    let decoded = policy::decode(bytes).map_err(|e| unreadable(e.to_string()))?;
+    let message = &decoded.message;
+    same_name(resource, &format!("{}/{}", message.namespace, message.name)).map_err(unreadable)?;
+    policy::convert(&decoded).map_err(|e| (stand_in(message, &e.to_string()), e.to_string()))
+}
+
+/// Tells the operator of a new policy that does not do what it seems to.
+fn warn_of(name: &str, mesh: &Snapshot) {
+    let Some(policy) = mesh.policies().get(name) else { return };
+    if let PolicyAction::NotUnderstood(reason) = &policy.action {
+        tracing::warn!(policy = name, %reason, "a policy cannot be understood: it denies all that it applies to");
+    }
+    if policy.action == PolicyAction::Deny
+        && let Some(rule) = policy.inert_rules().next()
+    {
+        tracing::warn!(
+            policy = name,
+            rule,
+            "a DENY rule can match nothing: one of its clauses has only empty matches, as where conditions of L7 were left \
+             out"
+        );
     }
 }
 

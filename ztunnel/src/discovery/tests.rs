@@ -14,6 +14,7 @@ use crate::identity::{ControlPlane, RootSource, TokenSource};
 use crate::mesh::Mesh;
 use crate::proto::discovery::DeltaDiscoveryRequest;
 
+mod policies;
 mod server;
 
 use server::{Server, Stream, authorization, pod, service};
@@ -93,7 +94,7 @@ async fn the_whole_mesh_is_asked_for_applied_and_acknowledged() {
     assert!(!discovery.is_synced(), "policies are missing");
     stream.send(Kind::Authorization, vec![authorization("p")], &[]).await;
     timeout(SOON, discovery.synced()).await.unwrap();
-    assert!(mesh.load().workload_at(&at("10.0.0.1")).is_some() && mesh.load().policies().count() == 1);
+    assert!(mesh.load().workload_at(&at("10.0.0.1")).is_some() && mesh.load().policies().len() == 1);
     assert_eq!(discovery.need(&at("10.1.0.1")).await, Need::Known);
     assert_eq!(discovery.need(&at("10.9.9.9")).await, Need::Unknown);
 
@@ -177,7 +178,7 @@ async fn after_a_cut_what_is_held_is_told_and_what_is_gone_leaves() {
     stream.send(Kind::Authorization, vec![], &["shop/p"]).await;
     stream.acked().await;
     assert!(mesh.load().workload_at(&at("10.0.0.1")).is_some());
-    assert!(mesh.load().workload_at(&at("10.0.0.2")).is_none() && mesh.load().policies().count() == 0);
+    assert!(mesh.load().workload_at(&at("10.0.0.2")).is_none() && mesh.load().policies().is_empty());
     let status = discovery.status();
     assert_eq!(status.terminations.get("Reconnect"), Some(&1));
     assert_eq!(status.last_error, None);

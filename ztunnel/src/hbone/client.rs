@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::driver::{Ended, Load, StreamCount, Watch, poll_turn};
-use super::headers::REASON;
+use super::headers::read_reason;
 use super::held::HeldTls;
 use super::settings::Settings;
 use super::tls::{TlsError, TlsSocket};
@@ -133,8 +133,7 @@ async fn connect(
     let response = response.await.map_err(|e| unanswered(e, &count))?;
     let (head, recv) = response.into_parts();
     if head.status != StatusCode::OK {
-        let reason = head.headers.get(REASON).and_then(|r| r.to_str().ok()).map(|r| r.chars().take(256).collect());
-        return Err(StreamError::Refused { status: head.status, reason });
+        return Err(StreamError::Refused { status: head.status, reason: read_reason(&head.headers) });
     }
     Ok(Stream { send, recv, headers: head.headers, count })
 }

@@ -126,6 +126,19 @@ pub fn read_forwarded(headers: &HeaderMap) -> (Option<SocketAddr>, Option<&str>)
     (part("for=").and_then(|a| a.parse().ok()), part("host="))
 }
 
+/// A reason as the header's value: cut, and without what a header cannot hold.
+pub fn reason(text: &str) -> HeaderValue {
+    let shown = |c: char| if c.is_ascii_graphic() || c == ' ' { c } else { '?' };
+    let text: String = text.chars().take(MAX_REASON).map(shown).collect();
+    HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("unknown"))
+}
+
+/// The reason that a peer gives, cut.
+pub fn read_reason(headers: &HeaderMap) -> Option<String> {
+    let text = headers.get(REASON)?.to_str().ok()?;
+    Some(text.chars().take(MAX_REASON).collect())
+}
+
 /// Whether an address belongs to nobody in particular, so that no connection may be made to it.
 pub fn is_unusable(ip: IpAddr) -> bool {
     ip.is_unspecified() || ip.is_multicast()
@@ -135,6 +148,8 @@ pub fn is_unusable(ip: IpAddr) -> bool {
 const MAX_PAIRS: usize = 64;
 /// Characters of a value that are kept.
 const MAX_VALUE: usize = 256;
+/// Characters of a reason.
+const MAX_REASON: usize = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -175,6 +190,17 @@ mod tests {
         assert_eq!(baggage.workload.as_deref(), Some("cart"));
         assert_eq!(baggage.workload_type.as_deref(), Some("deployment"));
         assert_eq!((baggage.service, baggage.revision.as_deref()), (None, Some("v1")));
+    }
+
+    #[test]
+    fn a_reason_reads_what_it_writes_and_what_a_header_cannot_hold_is_replaced() {
+        let mut headers = HeaderMap::new();
+        headers.insert(REASON, reason("denied by shop/p rule 0: a; b"));
+        assert_eq!(read_reason(&headers).as_deref(), Some("denied by shop/p rule 0: a; b"));
+        headers.insert(REASON, reason("a\r\nb: c\u{e9}"));
+        assert_eq!(read_reason(&headers).as_deref(), Some("a??b: c?"));
+        headers.insert(REASON, reason(&"x".repeat(5000)));
+        assert_eq!(read_reason(&headers).map(|r| r.len()), Some(MAX_REASON));
     }
 
     #[test]

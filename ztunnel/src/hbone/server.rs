@@ -118,9 +118,7 @@ impl Incoming {
     pub fn refuse(mut self, status: StatusCode, reason: &str) {
         let mut response = Response::new(());
         *response.status_mut() = status;
-        if let Ok(value) = HeaderValue::from_str(reason) {
-            response.headers_mut().insert(REASON, value);
-        }
+        response.headers_mut().insert(REASON, super::headers::reason(reason));
         // A peer that has gone needs no answer.
         let _ = self.respond.send_response(response, true);
     }

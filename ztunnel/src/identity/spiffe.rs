@@ -66,6 +66,11 @@ impl Identity {
         &self.0.uri[self.0.namespace_end + "/sa/".len()..]
     }
 
+    /// `ns/<namespace>/sa/<service account>`.
+    pub fn path(&self) -> &str {
+        &self.0.uri[SCHEME.len() + self.0.trust_domain.as_str().len() + 1..]
+    }
+
     /// The whole `spiffe://…`.
     pub fn as_str(&self) -> &str {
         &self.0.uri
@@ -136,7 +141,7 @@ mod tests {
             ("cluster.local", "shop", "cart")
         );
         assert_eq!(id.to_string(), text);
-        assert_eq!(id.principal(), "cluster.local/ns/shop/sa/cart");
+        assert_eq!((id.principal(), id.path()), ("cluster.local/ns/shop/sa/cart", "ns/shop/sa/cart"));
     }
 
     #[test]

@@ -22,7 +22,8 @@ pub use service::{
     CidrVip, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode, Scope, Service, ServicePort, Visibility,
     WeightedWaypoint,
 };
-pub use snapshot::{Applicable, Gateway, Snapshot, Unusable};
+use snapshot::PolicyChanges;
+pub use snapshot::{Gateway, Local, Snapshot, Unusable};
 pub use workload::{
     ApplicationTunnel, Destination, GatewayAddress, Locality, NamespacedHostname, NetworkAddress, TunnelProtocol,
     Workload, WorkloadService,
@@ -44,6 +45,7 @@ pub struct Mesh {
 pub struct Update<'a> {
     snapshot: Snapshot,
     strings: &'a mut Interner,
+    changes: PolicyChanges,
 }
 
 impl Mesh {
@@ -76,9 +78,14 @@ impl Mesh {
         // A panic of an earlier writer left the snapshot as it was.
         let mut strings = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let before = strings.len();
-        let mut update = Update { snapshot: (**self.current.load()).clone(), strings: &mut strings };
+        let snapshot = (**self.current.load()).clone();
+        let mut update = Update { snapshot, strings: &mut strings, changes: PolicyChanges::default() };
         let result = change(&mut update);
-        self.current.store(Arc::new(update.snapshot));
+        let Update { mut snapshot, changes, .. } = update;
+        if !changes.is_empty() {
+            snapshot.prepare(&changes);
+        }
+        self.current.store(Arc::new(snapshot));
         if strings.len() > before + SHRINK_AFTER {
             strings.shrink();
         }
@@ -98,6 +105,7 @@ impl Update<'_> {
     }
 
     pub fn workload(&mut self, workload: Workload) {
+        self.changes.workload(&workload);
         self.snapshot.insert_workload(Arc::new(workload));
     }
 
@@ -110,8 +118,26 @@ impl Update<'_> {
         self.snapshot.insert_unusable(unusable);
     }
 
-    pub fn policy(&mut self, policy: Policy) {
-        self.snapshot.insert_policy(Arc::new(policy));
+    /// Takes a policy; whether it is another one than what is held.
+    pub fn policy(&mut self, policy: Policy) -> bool {
+        let policies = self.snapshot.policies_mut();
+        // After a reconnect all are sent again.
+        if policies.get(policy.key()).is_some_and(|held| **held == policy) {
+            return false;
+        }
+        self.changes.policy(&policy);
+        if let Some(old) = policies.insert(Arc::new(policy)) {
+            self.changes.policy(&old);
+        }
+        true
+    }
+
+    /// The control plane has sent all policies that it has. Before that nothing can be decided.
+    pub fn policies_complete(&mut self) {
+        if !self.snapshot.policies().is_complete() {
+            self.snapshot.policies_mut().complete();
+            self.changes.all();
+        }
     }
 
     /// Removes a workload by uid, or else a service by `namespace/hostname`. Whether there was one.
@@ -121,7 +147,11 @@ impl Update<'_> {
     }
 
     pub fn remove_policy(&mut self, name: &str) -> bool {
-        self.snapshot.remove_policy(name).is_some()
+        let removed = self.snapshot.policies_mut().remove(name);
+        if let Some(policy) = &removed {
+            self.changes.policy(policy);
+        }
+        removed.is_some()
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Copies share what has not changed, so a snapshot costs the change, not the mesh.
 
+use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use imbl::HashMap;
 
 use super::service::{Service, Visibility};
 use super::workload::{Destination, GatewayAddress, NetworkAddress, TunnelProtocol, Workload};
-use crate::policy::{Policy, PolicyScope};
+use crate::policy::{Policy, PolicyIndex, PolicyScope, PolicySet};
 
 /// A state of the mesh.
 #[derive(Debug, Clone, Default)]
@@ -17,17 +18,15 @@ pub struct Snapshot {
     workloads: HashMap<Arc<str>, Arc<Workload>>,
     /// The best workload first; two can claim one address for a while.
     by_address: HashMap<NetworkAddress, Vec<Arc<Workload>>>,
-    /// Of the own node: by namespace and name.
-    local: HashMap<(Arc<str>, Arc<str>), Arc<Workload>>,
+    /// Of the own node: by namespace, by name.
+    local: HashMap<Arc<str>, HashMap<Arc<str>, Local>>,
     services: HashMap<Arc<str>, Arc<Service>>,
     by_host: HashMap<Arc<str>, Vec<Arc<Service>>>,
     by_vip: HashMap<NetworkAddress, Vec<Arc<Service>>>,
     with_ranges: HashMap<Arc<str>, Arc<Service>>,
     /// By service, known or not: a workload may come before its service.
     members: HashMap<Arc<str>, Arc<Vec<Arc<Workload>>>>,
-    policies: HashMap<Arc<str>, Arc<Policy>>,
-    /// Policies without a selector: of the whole mesh under "", else by namespace.
-    scoped: HashMap<Arc<str>, Vec<Arc<Policy>>>,
+    policies: PolicyIndex,
     /// Resources that could not be used and of which no earlier version is held, by name and by address.
     unusable: HashMap<Arc<str>, Arc<Unusable>>,
     unusable_at: HashMap<NetworkAddress, Vec<Arc<Unusable>>>,
@@ -44,12 +43,12 @@ pub struct Unusable {
     pub reason: String,
 }
 
-/// The policies that a workload's connections are judged by.
-#[derive(Debug, Clone, Default)]
-pub struct Applicable {
-    pub policies: Vec<Arc<Policy>>,
-    /// Names on the workload that no policy is known for: nothing may pass until it is.
-    pub unknown: Vec<Arc<str>>,
+/// A pod of this node.
+#[derive(Debug, Clone)]
+pub struct Local {
+    pub workload: Arc<Workload>,
+    /// What connections to it are judged by.
+    pub policies: Arc<PolicySet>,
 }
 
 /// What a gateway's address leads to.
@@ -79,9 +78,14 @@ impl Snapshot {
     }
 
     /// A pod of this node, known by all three names so that none can be taken for another.
+    pub fn local(&self, namespace: &str, name: &str, service_account: &str) -> Option<&Local> {
+        let local = self.local.get(namespace)?.get(name)?;
+        (*local.workload.service_account == *service_account).then_some(local)
+    }
+
+    /// Its record alone.
     pub fn local_workload(&self, namespace: &str, name: &str, service_account: &str) -> Option<&Arc<Workload>> {
-        let workload = self.local.get(&(Arc::from(namespace), Arc::from(name)))?;
-        (*workload.service_account == *service_account).then_some(workload)
+        self.local(namespace, name, service_account).map(|local| &local.workload)
     }
 
     pub fn service(&self, key: &str) -> Option<&Arc<Service>> {
@@ -153,19 +157,12 @@ impl Snapshot {
         }
     }
 
-    /// What judges connections to the workload (xDS §3, Evaluation).
-    pub fn policies_for(&self, workload: &Workload) -> Applicable {
-        let mut applicable = Applicable::default();
-        for scope in ["", &workload.namespace] {
-            applicable.policies.extend(self.scoped.get(scope).into_iter().flatten().cloned());
+    /// What judges connections to the workload, wherever it runs. For pods of this node it is ready.
+    pub fn policies_for(&self, workload: &Workload) -> Arc<PolicySet> {
+        match self.local.get(&workload.namespace).and_then(|pods| pods.get(&workload.name)) {
+            Some(local) if *local.workload == *workload => local.policies.clone(),
+            _ => Arc::new(self.policies.applying(&workload.namespace, &workload.policies)),
         }
-        for name in &workload.policies {
-            match self.policies.get(name) {
-                Some(policy) => applicable.policies.push(policy.clone()),
-                None => applicable.unknown.push(name.clone()),
-            }
-        }
-        applicable
     }
 
     pub fn workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
@@ -176,12 +173,8 @@ impl Snapshot {
         self.services.values()
     }
 
-    pub fn has_policy(&self, key: &str) -> bool {
-        self.policies.contains_key(key)
-    }
-
-    pub fn policies(&self) -> impl Iterator<Item = &Arc<Policy>> {
-        self.policies.values()
+    pub fn policies(&self) -> &PolicyIndex {
+        &self.policies
     }
 
     /// Endpoints that wait for a service of this key to be known.
@@ -191,7 +184,7 @@ impl Snapshot {
     }
 
     pub fn local_workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
-        self.local.values()
+        self.local.values().flat_map(HashMap::values).map(|local| &local.workload)
     }
 
     /// Takes note of a resource that cannot be used. An earlier version that is held goes on.
@@ -227,7 +220,8 @@ impl Snapshot {
             super::convert::sorted_insert(members, workload.clone(), |w| w.uid.clone());
         }
         if !self.node.is_empty() && workload.node == self.node {
-            self.local.insert((workload.namespace.clone(), workload.name.clone()), workload.clone());
+            let local = Local { workload: workload.clone(), policies: Arc::default() };
+            self.local.entry(workload.namespace.clone()).or_default().insert(workload.name.clone(), local);
         }
         self.workloads.insert(workload.uid.clone(), workload);
     }
@@ -245,9 +239,13 @@ impl Snapshot {
                 self.members.remove(&share.service);
             }
         }
-        let name = (workload.namespace.clone(), workload.name.clone());
-        if self.local.get(&name).is_some_and(|w| *w.uid == *uid) {
-            self.local.remove(&name);
+        if let Some(pods) = self.local.get_mut(&workload.namespace)
+            && pods.get(&workload.name).is_some_and(|local| *local.workload.uid == *uid)
+        {
+            pods.remove(&workload.name);
+            if pods.is_empty() {
+                self.local.remove(&workload.namespace);
+            }
         }
         Some(workload)
     }
@@ -275,28 +273,67 @@ impl Snapshot {
         Some(service)
     }
 
-    pub(super) fn insert_policy(&mut self, policy: Arc<Policy>) {
-        self.remove_policy(&policy.key);
-        if let Some(scope) = scope_of(&policy) {
-            self.scoped.entry(scope).or_default().push(policy.clone());
-        }
-        self.policies.insert(policy.key.clone(), policy);
+    pub(super) fn policies_mut(&mut self) -> &mut PolicyIndex {
+        &mut self.policies
     }
 
-    pub(super) fn remove_policy(&mut self, key: &str) -> Option<Arc<Policy>> {
-        let policy = self.policies.remove(key)?;
-        if let Some(scope) = scope_of(&policy) {
-            forget(&mut self.scoped, &scope, |p| *p.key == *key);
+    /// Brings the policies of this node's pods up to date with what has changed.
+    pub(super) fn prepare(&mut self, changed: &PolicyChanges) {
+        let affected: Vec<Arc<Workload>> = self.local_workloads().filter(|w| changed.affect(w)).cloned().collect();
+        // Most pods of a namespace name the same policies.
+        let mut made: BTreeMap<(&str, &[Arc<str>]), Arc<PolicySet>> = BTreeMap::new();
+        for workload in &affected {
+            let (namespace, names) = (&*workload.namespace, &*workload.policies);
+            let make = || Arc::new(self.policies.applying(namespace, names));
+            let policies = made.entry((namespace, names)).or_insert_with(make).clone();
+            if let Some(local) = self.local.get_mut(namespace).and_then(|pods| pods.get_mut(&workload.name)) {
+                local.policies = policies;
+            }
         }
-        Some(policy)
     }
 }
 
-fn scope_of(policy: &Policy) -> Option<Arc<str>> {
-    match policy.scope {
-        PolicyScope::Global => Some("".into()),
-        PolicyScope::Namespace => Some(policy.namespace.clone()),
-        PolicyScope::WorkloadSelector => None,
+/// Of an update: whose policies it may have changed.
+#[derive(Debug, Default)]
+pub(super) struct PolicyChanges {
+    all: bool,
+    /// All pods of these.
+    namespaces: HashSet<Box<str>>,
+    /// The pods that name these.
+    names: HashSet<Arc<str>>,
+    /// By uid.
+    workloads: HashSet<Arc<str>>,
+}
+
+impl PolicyChanges {
+    pub fn all(&mut self) {
+        self.all = true;
+    }
+
+    pub fn policy(&mut self, policy: &Policy) {
+        match policy.scope {
+            PolicyScope::Global => self.all = true,
+            PolicyScope::Namespace => {
+                self.namespaces.insert(policy.namespace().into());
+            }
+            PolicyScope::WorkloadSelector => {}
+        }
+        self.names.insert(policy.key().clone());
+    }
+
+    pub fn workload(&mut self, workload: &Workload) {
+        self.workloads.insert(workload.uid.clone());
+    }
+
+    pub fn is_empty(&self) -> bool {
+        !self.all && self.names.is_empty() && self.workloads.is_empty()
+    }
+
+    fn affect(&self, workload: &Workload) -> bool {
+        self.all
+            || self.workloads.contains(&workload.uid)
+            || self.namespaces.contains(&*workload.namespace)
+            || workload.policies.iter().any(|name| self.names.contains(name))
     }
 }
 

@@ -1,11 +1,10 @@
 //! From the wire to a policy.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
-use std::sync::Arc;
 
 use ipnet::IpNet;
 
-use super::{Clause, Match, Policy, PolicyAction, PolicyScope, Rule, TextMatch};
+use super::{Clause, Condition, Decoded, Match, Nets, Pattern, Policy, PolicyAction, PolicyScope, Rule, Test, Texts};
 use crate::proto::security as wire;
 
 /// Why a policy is refused.
@@ -16,113 +15,160 @@ pub struct PolicyError {
     reason: String,
 }
 
-pub fn policy(from: &wire::Authorization) -> Result<Policy, PolicyError> {
-    let scope = match wire::Scope::try_from(from.scope) {
+/// Checks a policy and brings it into the form in which it is evaluated.
+pub fn convert(from: &Decoded) -> Result<Policy, PolicyError> {
+    let message = &from.message;
+    if message.namespace.contains('/') {
+        return Err(fail("namespace", format!("{:?} is none", message.namespace)));
+    }
+    let scope = match wire::Scope::try_from(message.scope) {
         Ok(wire::Scope::Global) => PolicyScope::Global,
         Ok(wire::Scope::Namespace) => PolicyScope::Namespace,
         Ok(wire::Scope::WorkloadSelector) => PolicyScope::WorkloadSelector,
-        Err(_) => return Err(fail("scope", format!("unknown value {}", from.scope))),
+        Err(_) => return Err(fail("scope", format!("unknown value {}", message.scope))),
     };
-    let action = match wire::Action::try_from(from.action) {
+    let action = match wire::Action::try_from(message.action) {
         Ok(wire::Action::Allow) => PolicyAction::Allow,
         Ok(wire::Action::Deny) => PolicyAction::Deny,
         Ok(wire::Action::Audit) => PolicyAction::Audit,
-        Err(_) => PolicyAction::NotUnderstood(format!("unknown action {}", from.action).into()),
+        Err(_) => PolicyAction::NotUnderstood(format!("unknown action {}", message.action).into()),
     };
-    let rules = from.rules.iter().map(rule).collect::<Result<_, _>>()?;
+    let extension = message.extensions.first().map(|e| format!("it has the unknown extension {:?}", e.name));
+    let action = match from.unknown.clone().or(extension) {
+        // Whatever an audit means, it decides nothing.
+        Some(reason) if action != PolicyAction::Audit => PolicyAction::NotUnderstood(reason.into()),
+        Some(_) | None => action,
+    };
+    let rules = message.rules.iter().enumerate().map(|(r, from_rule)| {
+        let clauses = from_rule.clauses.iter().enumerate().map(|(c, from_clause)| {
+            let matches = from_clause.matches.iter().enumerate().map(|(m, one)| {
+                let is_known = !from.unknown_matches.contains(&(r, c, m));
+                convert_match(one, is_known)
+            });
+            Ok(Clause { matches: matches.collect::<Result<_, _>>()? })
+        });
+        Ok(Rule { clauses: clauses.collect::<Result<_, _>>()? })
+    });
+    let rules = rules.collect::<Result<_, _>>()?;
     Ok(Policy {
-        key: format!("{}/{}", from.namespace, from.name).into(),
-        name: from.name.as_str().into(),
-        namespace: from.namespace.as_str().into(),
         scope,
         action,
-        dry_run: from.dry_run,
+        dry_run: message.dry_run,
         rules,
+        ..named(&format!("{}/{}", message.namespace, message.name))
     })
 }
 
 /// What stands for a policy that cannot be taken, where nothing better is held: it applies where that one would, to
-/// everything where that is not known either, and denies.
+/// everything where that is not known either, and denies. An audit denies nothing, whatever is wrong with it.
 pub fn stand_in(from: &wire::Authorization, reason: &str) -> Policy {
+    let is_audit = from.action == wire::Action::Audit as i32;
     Policy {
-        key: format!("{}/{}", from.namespace, from.name).into(),
-        name: from.name.as_str().into(),
-        namespace: from.namespace.as_str().into(),
+        action: if is_audit { PolicyAction::Audit } else { PolicyAction::NotUnderstood(reason.into()) },
         scope: match wire::Scope::try_from(from.scope) {
             Ok(wire::Scope::Namespace) => PolicyScope::Namespace,
             Ok(wire::Scope::WorkloadSelector) => PolicyScope::WorkloadSelector,
             Ok(wire::Scope::Global) | Err(_) => PolicyScope::Global,
         },
-        action: PolicyAction::NotUnderstood(reason.into()),
         dry_run: from.dry_run,
-        rules: Vec::new(),
+        ..named(&format!("{}/{}", from.namespace, from.name))
     }
 }
 
-fn rule(from: &wire::Rule) -> Result<Rule, PolicyError> {
-    let clause = |c: &wire::Clause| Ok(Clause { matches: c.matches.iter().map(one).collect::<Result<_, _>>()? });
-    Ok(Rule { clauses: from.clauses.iter().map(clause).collect::<Result<_, _>>()? })
+/// The same where nothing but the name (`namespace/name`) can be read.
+pub fn stand_in_named(key: &str, reason: &str) -> Policy {
+    Policy { action: PolicyAction::NotUnderstood(reason.into()), ..named(key) }
 }
 
-fn one(from: &wire::Match) -> Result<Match, PolicyError> {
-    let mut not_understood = !from.extensions.is_empty();
-    let mut texts = |list: &[wire::StringMatch]| -> Vec<TextMatch> {
-        list.iter()
-            .filter_map(|m| {
-                use wire::string_match::MatchType;
-                match &m.match_type {
-                    Some(MatchType::Exact(text)) => Some(TextMatch::Exact(text.as_str().into())),
-                    Some(MatchType::Prefix(text)) => Some(TextMatch::Prefix(text.as_str().into())),
-                    Some(MatchType::Suffix(text)) => Some(TextMatch::Suffix(text.as_str().into())),
-                    Some(MatchType::Presence(_)) => Some(TextMatch::Presence),
-                    None => {
-                        not_understood = true;
-                        None
-                    }
-                }
-            })
-            .collect()
+fn named(key: &str) -> Policy {
+    Policy {
+        key: key.into(),
+        scope: PolicyScope::Global,
+        action: PolicyAction::Deny,
+        dry_run: false,
+        rules: Box::default(),
+    }
+}
+
+fn convert_match(from: &wire::Match, is_known: bool) -> Result<Match, PolicyError> {
+    let mut not_understood = !is_known || !from.extensions.is_empty();
+    let mut conditions = Vec::new();
+    let mut add = |negative: bool, is_empty: bool, test: Option<Test>| match test {
+        _ if is_empty => {}
+        Some(test) => conditions.push(Condition { negative, test }),
+        // One value that is not understood, and nobody knows whether the condition holds.
+        None => not_understood = true,
     };
-    Ok(Match {
-        namespaces: texts(&from.namespaces),
-        not_namespaces: texts(&from.not_namespaces),
-        principals: texts(&from.principals),
-        not_principals: texts(&from.not_principals),
-        source_ips: nets("source_ips", &from.source_ips)?,
-        not_source_ips: nets("not_source_ips", &from.not_source_ips)?,
-        destination_ips: nets("destination_ips", &from.destination_ips)?,
-        not_destination_ips: nets("not_destination_ips", &from.not_destination_ips)?,
-        destination_ports: ports("destination_ports", &from.destination_ports)?,
-        not_destination_ports: ports("not_destination_ports", &from.not_destination_ports)?,
-        service_accounts: accounts(&from.service_accounts),
-        not_service_accounts: accounts(&from.not_service_accounts),
-        not_understood,
-    })
+    // In the order of `Test`.
+    for (negative, ports) in [(false, &from.destination_ports), (true, &from.not_destination_ports)] {
+        let field = if negative { "not_destination_ports" } else { "destination_ports" };
+        add(negative, ports.is_empty(), Some(Test::DestinationPorts(convert_ports(field, ports)?)));
+    }
+    for (negative, nets) in [(false, &from.source_ips), (true, &from.not_source_ips)] {
+        let field = if negative { "not_source_ips" } else { "source_ips" };
+        add(negative, nets.is_empty(), Some(Test::SourceIps(convert_nets(field, nets)?)));
+    }
+    for (negative, nets) in [(false, &from.destination_ips), (true, &from.not_destination_ips)] {
+        let field = if negative { "not_destination_ips" } else { "destination_ips" };
+        add(negative, nets.is_empty(), Some(Test::DestinationIps(convert_nets(field, nets)?)));
+    }
+    for (negative, list) in [(false, &from.namespaces), (true, &from.not_namespaces)] {
+        add(negative, list.is_empty(), texts(list).map(Test::Namespaces));
+    }
+    for (negative, list) in [(false, &from.service_accounts), (true, &from.not_service_accounts)] {
+        add(negative, list.is_empty(), Some(Test::ServiceAccounts(accounts(list))));
+    }
+    for (negative, list) in [(false, &from.principals), (true, &from.not_principals)] {
+        add(negative, list.is_empty(), texts(list).map(Test::Principals));
+    }
+    Ok(Match { conditions: conditions.into(), not_understood })
 }
 
-fn nets(field: &'static str, from: &[wire::Address]) -> Result<Vec<IpNet>, PolicyError> {
-    from.iter()
-        .map(|address| {
-            let ip = if let Ok(v4) = <[u8; 4]>::try_from(&*address.address) {
-                Ipv4Addr::from(v4).into()
-            } else if let Ok(v6) = <[u8; 16]>::try_from(&*address.address) {
-                Ipv6Addr::from(v6).into()
-            } else {
-                return Err(fail(field, format!("{} bytes are not an address", address.address.len())));
-            };
-            let length = u8::try_from(address.length).ok();
-            let net = length.and_then(|l| IpNet::new(ip, l).ok());
-            net.map(|n| n.trunc()).ok_or_else(|| fail(field, format!("{ip}/{} is not a range", address.length)))
-        })
-        .collect()
+/// Nothing where a value has a form that is not known.
+fn texts(from: &[wire::StringMatch]) -> Option<Texts> {
+    use wire::string_match::MatchType;
+    let (mut exact, mut patterns) = (Vec::new(), Vec::new());
+    for one in from {
+        match one.match_type.as_ref()? {
+            MatchType::Exact(text) => exact.push(text.as_str().into()),
+            MatchType::Prefix(text) => patterns.push(Pattern::Prefix(text.as_str().into())),
+            MatchType::Suffix(text) => patterns.push(Pattern::Suffix(text.as_str().into())),
+            MatchType::Presence(()) => patterns.push(Pattern::Presence),
+        }
+    }
+    Some(Texts::new(exact, patterns))
 }
 
-fn ports(field: &'static str, from: &[u32]) -> Result<Vec<u16>, PolicyError> {
-    from.iter().map(|p| u16::try_from(*p).map_err(|_| fail(field, format!("{p} is not a port")))).collect()
+fn convert_nets(field: &'static str, from: &[wire::Address]) -> Result<Nets, PolicyError> {
+    let nets = from.iter().map(|address| {
+        let ip = if let Ok(v4) = <[u8; 4]>::try_from(&*address.address) {
+            Ipv4Addr::from(v4).into()
+        } else if let Ok(v6) = <[u8; 16]>::try_from(&*address.address) {
+            Ipv6Addr::from(v6).into()
+        } else {
+            return Err(fail(field, format!("{} bytes are not an address", address.address.len())));
+        };
+        let length = u8::try_from(address.length).ok();
+        let net = length.and_then(|length| IpNet::new(ip, length).ok());
+        net.ok_or_else(|| fail(field, format!("{ip}/{} is not a range", address.length)))
+    });
+    Ok(Nets::new(nets.collect::<Result<Vec<_>, _>>()?))
 }
 
-fn accounts(from: &[wire::ServiceAccountMatch]) -> Vec<(Arc<str>, Arc<str>)> {
-    from.iter().map(|a| (a.namespace.as_str().into(), a.service_account.as_str().into())).collect()
+fn convert_ports(field: &'static str, from: &[u32]) -> Result<Box<[u16]>, PolicyError> {
+    let port = |p: &u32| u16::try_from(*p).map_err(|_| fail(field, format!("{p} is not a port")));
+    let mut ports = from.iter().map(port).collect::<Result<Vec<_>, _>>()?;
+    ports.sort_unstable();
+    ports.dedup();
+    Ok(ports.into())
+}
+
+fn accounts(from: &[wire::ServiceAccountMatch]) -> Box<[Box<str>]> {
+    let account = |a: &wire::ServiceAccountMatch| format!("ns/{}/sa/{}", a.namespace, a.service_account).into();
+    let mut accounts: Vec<Box<str>> = from.iter().map(account).collect();
+    accounts.sort_unstable();
+    accounts.dedup();
+    accounts.into()
 }
 
 fn fail(field: &'static str, reason: String) -> PolicyError {

@@ -1,133 +1,117 @@
-//! The verdict on one connection (order and meaning: xDS §3, Evaluation).
+//! The decision on one connection (order and meaning: xDS §3, Evaluation).
+//!
+//! Must never allocate where it allows, nor look at a policy that does not apply.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use super::{Clause, Match, Policy, PolicyAction, Rule, contains};
+use super::index::{Group, PolicySet};
+use super::matching::{Facts, Truth};
+use super::{Decision, Policy, PolicyAction, RuleRef, Undecided, Verdict, miss};
 use crate::identity::Identity;
 
 /// What is judged.
-#[derive(Debug, Clone, Copy)]
-pub struct Connection<'a> {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Connection {
     /// Verified by mTLS; nothing for a plaintext peer.
-    pub identity: Option<&'a Identity>,
+    pub identity: Option<Identity>,
+    /// Of the peer's TCP connection.
     pub source: IpAddr,
-    /// Where the app listens.
+    /// Where the app listens, not the service.
     pub destination: SocketAddr,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
-    /// By this policy, or because no ALLOW policy applies.
-    Allow(Option<Arc<str>>),
-    /// A DENY policy matched.
-    Denied { policy: Arc<str>, rule: usize },
-    /// ALLOW policies apply and none of them matched.
-    NotAllowed { policies: usize },
-    /// The workload names a policy that is not known yet.
-    UnknownPolicy(Arc<str>),
-    /// A policy cannot be understood.
-    NotUnderstood { policy: Arc<str>, reason: Box<str> },
-}
-
-impl Verdict {
-    pub fn is_allowed(&self) -> bool {
-        matches!(self, Self::Allow(_))
+/// Judges a connection by the policies that apply.
+pub fn evaluate(policies: &PolicySet, connection: &Connection) -> Decision {
+    let facts = Facts::of(connection);
+    let audited = policies.audit.iter().filter_map(|policy| match first_match(policy, &facts) {
+        Some((rule, Truth::Yes)) => Some(RuleRef { policy: policy.key().clone(), rule }),
+        _ => None,
+    });
+    Decision {
+        verdict: judge(policies, &[&policies.enforced], &facts),
+        dry_run: match policies.dry_run.is_empty() {
+            true => None,
+            false => Some(judge(policies, &[&policies.enforced, &policies.dry_run], &facts)),
+        },
+        audited: audited.collect(),
     }
 }
 
-impl std::fmt::Display for Verdict {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Allow(Some(policy)) => write!(f, "allowed by policy {policy}"),
-            Self::Allow(None) => f.write_str("allowed: no policy says otherwise"),
-            Self::Denied { policy, rule } => write!(f, "denied by policy {policy}, rule {rule}"),
-            Self::NotAllowed { policies } => write!(f, "not allowed by any of {policies} policies"),
-            Self::UnknownPolicy(policy) => write!(f, "denied: policy {policy} is not known yet"),
-            Self::NotUnderstood { policy, reason } => {
-                write!(f, "denied: policy {policy} cannot be understood: {reason}")
+/// What of a rule that matches matched what, in words.
+pub fn why(policy: &Policy, rule: usize, connection: &Connection) -> String {
+    match policy.rules.get(rule) {
+        Some(rule) => miss::in_words(rule, &Facts::of(connection)),
+        None => String::new(),
+    }
+}
+
+fn judge(policies: &PolicySet, groups: &[&Group], facts: &Facts<'_>) -> Verdict {
+    let mut missing = None;
+    for policy in groups.iter().flat_map(|group| &group.deny) {
+        if let PolicyAction::NotUnderstood(reason) = &policy.action {
+            missing.get_or_insert_with(|| not_understood(policy, None, reason));
+            continue;
+        }
+        match first_match(policy, facts) {
+            Some((rule, Truth::Yes)) => {
+                let matched = miss::in_words(&policy.rules[rule], facts);
+                return Verdict::Denied { by: RuleRef { policy: policy.key().clone(), rule }, matched };
             }
-        }
-    }
-}
-
-/// Judges a connection by the policies that apply and the names of those that are not known.
-pub fn evaluate(policies: &[Arc<Policy>], unknown: &[Arc<str>], connection: &Connection<'_>) -> Verdict {
-    let enforced = || policies.iter().filter(|p| !p.dry_run);
-    for policy in enforced() {
-        match &policy.action {
-            PolicyAction::Deny => {
-                if let Some(rule) = first_match(policy, connection, true) {
-                    return Verdict::Denied { policy: policy.key.clone(), rule };
-                }
+            Some((rule, Truth::Unclear | Truth::No)) => {
+                missing.get_or_insert_with(|| not_understood(policy, Some(rule), CONDITION));
             }
-            PolicyAction::NotUnderstood(reason) => {
-                return Verdict::NotUnderstood { policy: policy.key.clone(), reason: reason.clone() };
+            None => {}
+        }
+    }
+    // What is missing may be a DENY: no ALLOW can stand against it.
+    if !policies.is_complete {
+        return Verdict::Undecided { missing: Undecided::Policies };
+    }
+    if let Some(policy) = policies.unknown.first() {
+        return Verdict::Undecided { missing: Undecided::UnknownPolicy { policy: policy.clone() } };
+    }
+    if let Some(missing) = missing {
+        return Verdict::Undecided { missing };
+    }
+    let mut missing = None;
+    let allowing = || groups.iter().flat_map(|group| &group.allow);
+    for policy in allowing() {
+        match first_match(policy, facts) {
+            Some((rule, Truth::Yes)) => {
+                return Verdict::Allowed { by: Some(RuleRef { policy: policy.key().clone(), rule }) };
             }
-            PolicyAction::Allow | PolicyAction::Audit => {}
+            Some((rule, Truth::Unclear | Truth::No)) => {
+                missing.get_or_insert_with(|| not_understood(policy, Some(rule), CONDITION));
+            }
+            None => {}
         }
     }
-    if let Some(name) = unknown.first() {
-        return Verdict::UnknownPolicy(name.clone());
+    if let Some(missing) = missing {
+        return Verdict::Undecided { missing };
     }
-    let mut allowing = 0;
-    for policy in enforced().filter(|p| p.action == PolicyAction::Allow) {
-        allowing += 1;
-        if first_match(policy, connection, false).is_some() {
-            return Verdict::Allow(Some(policy.key.clone()));
+    match miss::nearest(allowing(), facts) {
+        None => Verdict::Allowed { by: None },
+        Some(closest) => Verdict::NotAllowed { policies: allowing().count(), closest },
+    }
+}
+
+/// The first rule that matches, else the first that might.
+fn first_match(policy: &Policy, facts: &Facts<'_>) -> Option<(usize, Truth)> {
+    let mut unclear = None;
+    for (index, rule) in policy.rules.iter().enumerate() {
+        match rule.matches(facts) {
+            Truth::Yes => return Some((index, Truth::Yes)),
+            Truth::Unclear => unclear = unclear.or(Some((index, Truth::Unclear))),
+            Truth::No => {}
         }
     }
-    if allowing == 0 { Verdict::Allow(None) } else { Verdict::NotAllowed { policies: allowing } }
+    unclear
 }
 
-fn first_match(policy: &Policy, connection: &Connection<'_>, deny: bool) -> Option<usize> {
-    policy.rules.iter().position(|rule| rule_matches(rule, connection, deny))
+#[cold]
+fn not_understood(policy: &Arc<Policy>, rule: Option<usize>, reason: &str) -> Undecided {
+    Undecided::NotUnderstood { policy: policy.key().clone(), rule, reason: reason.into() }
 }
 
-fn rule_matches(rule: &Rule, connection: &Connection<'_>, deny: bool) -> bool {
-    rule.clauses.iter().all(|clause| clause_matches(clause, connection, deny))
-}
-
-fn clause_matches(clause: &Clause, connection: &Connection<'_>, deny: bool) -> bool {
-    clause.matches.is_empty() || clause.matches.iter().any(|m| match_matches(m, connection, deny))
-}
-
-fn match_matches(m: &Match, connection: &Connection<'_>, deny: bool) -> bool {
-    if m.not_understood {
-        if !deny {
-            return false;
-        }
-    } else if m.is_empty() {
-        return false;
-    }
-    let identity = connection.identity;
-    let namespace = identity.map(Identity::namespace);
-    let principal = identity.map(|i| i.to_string());
-    let principal = principal.as_deref().and_then(|p| p.strip_prefix("spiffe://"));
-    let account = |list: &[(Arc<str>, Arc<str>)]| {
-        identity.is_some_and(|i| list.iter().any(|(ns, sa)| **ns == *i.namespace() && **sa == *i.service_account()))
-    };
-    let text = |list: &[super::TextMatch], value: Option<&str>| {
-        value.is_some_and(|value| list.iter().any(|t| t.matches(value)))
-    };
-    let positive = |empty: bool, matched: bool| empty || matched;
-    positive(m.namespaces.is_empty(), text(&m.namespaces, namespace))
-        && !text(&m.not_namespaces, namespace)
-        && positive(m.principals.is_empty(), text(&m.principals, principal))
-        && !text(&m.not_principals, principal)
-        && positive(m.source_ips.is_empty(), contains(&m.source_ips, connection.source))
-        && !contains(&m.not_source_ips, connection.source)
-        && positive(m.destination_ips.is_empty(), contains(&m.destination_ips, connection.destination.ip()))
-        && !contains(&m.not_destination_ips, connection.destination.ip())
-        && positive(m.destination_ports.is_empty(), m.destination_ports.contains(&connection.destination.port()))
-        && !m.not_destination_ports.contains(&connection.destination.port())
-        && positive(m.service_accounts.is_empty(), account(&m.service_accounts))
-        && !account(&m.not_service_accounts)
-}
-
-impl Match {
-    /// A match that says nothing counts as no match.
-    fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
-}
+const CONDITION: &str = "it has a condition that this version does not know";

@@ -1,33 +1,36 @@
-//! L4 authorization: a pure function from policies and a connection to a verdict with its reason.
+//! L4 authorization: a pure function from the policies that apply and a connection to a verdict with its reason.
 //!
 //! Must never pass what it does not understand.
 
 mod convert;
 mod evaluate;
+mod index;
+mod matching;
+mod miss;
 #[cfg(test)]
 mod tests;
+mod verdict;
+mod wire;
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
-use ipnet::IpNet;
-
-pub use convert::{PolicyError, policy as convert_policy, stand_in};
-pub use evaluate::{Connection, Verdict, evaluate};
+pub use convert::{PolicyError, convert, stand_in, stand_in_named};
+pub use evaluate::{Connection, evaluate, why};
+pub use index::{PolicyIndex, PolicySet};
+pub use matching::{Clause, Condition, Match, Nets, Pattern, Rule, Test, Texts};
+pub use verdict::{Decision, Failed, NearestMiss, RuleRef, Undecided, Verdict};
+pub use wire::{Decoded, decode};
 
 /// A policy, checked and normalised from `istio.security.Authorization`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Policy {
-    /// `namespace/name`.
-    pub key: Arc<str>,
-    pub name: Arc<str>,
-    pub namespace: Arc<str>,
+    key: Arc<str>,
     pub scope: PolicyScope,
     pub action: PolicyAction,
     /// Only reported, never enforced.
     pub dry_run: bool,
-    /// One of them must match.
-    pub rules: Vec<Rule>,
+    /// One of them must match; without any the policy never does.
+    pub rules: Box<[Rule]>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,66 +47,29 @@ pub enum PolicyScope {
 pub enum PolicyAction {
     Allow,
     Deny,
-    /// Decides nothing.
+    /// Reported where it matches, decides nothing.
     Audit,
     /// The policy cannot be understood, for this reason: it denies whatever it applies to.
     NotUnderstood(Box<str>),
 }
 
-/// All clauses must match; none: everything does.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Rule {
-    pub clauses: Vec<Clause>,
-}
-
-/// One of its matches must match; an empty list does.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Clause {
-    pub matches: Vec<Match>,
-}
-
-/// Every list that is not empty must match: a positive one by one of its values, a negative one by none.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Match {
-    pub namespaces: Vec<TextMatch>,
-    pub not_namespaces: Vec<TextMatch>,
-    pub principals: Vec<TextMatch>,
-    pub not_principals: Vec<TextMatch>,
-    pub source_ips: Vec<IpNet>,
-    pub not_source_ips: Vec<IpNet>,
-    pub destination_ips: Vec<IpNet>,
-    pub not_destination_ips: Vec<IpNet>,
-    pub destination_ports: Vec<u16>,
-    pub not_destination_ports: Vec<u16>,
-    /// Namespace and name.
-    pub service_accounts: Vec<(Arc<str>, Arc<str>)>,
-    pub not_service_accounts: Vec<(Arc<str>, Arc<str>)>,
-    /// It holds a condition that this version does not know: in an ALLOW it matches nothing, in a DENY what else it
-    /// says decides.
-    pub not_understood: bool,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TextMatch {
-    Exact(Box<str>),
-    Prefix(Box<str>),
-    Suffix(Box<str>),
-    /// Any text that is not empty.
-    Presence,
-}
-
-impl TextMatch {
-    fn matches(&self, text: &str) -> bool {
-        match self {
-            Self::Exact(exact) => **exact == *text,
-            Self::Prefix(prefix) => text.starts_with(&**prefix),
-            Self::Suffix(suffix) => text.ends_with(&**suffix),
-            Self::Presence => !text.is_empty(),
-        }
+impl Policy {
+    /// `namespace/name`.
+    pub fn key(&self) -> &Arc<str> {
+        &self.key
     }
-}
 
-fn contains(nets: &[IpNet], ip: IpAddr) -> bool {
-    let ip = ip.to_canonical();
-    nets.iter().any(|net| net.contains(&ip))
+    pub fn namespace(&self) -> &str {
+        self.key.split_once('/').map_or("", |(namespace, _)| namespace)
+    }
+
+    pub fn name(&self) -> &str {
+        self.key.split_once('/').map_or(&self.key, |(_, name)| name)
+    }
+
+    /// The rules that can match no connection, because one of their clauses holds nothing but empty matches. So the
+    /// wire says it where a rule had conditions that L4 does not know.
+    pub fn inert_rules(&self) -> impl Iterator<Item = usize> + '_ {
+        self.rules.iter().enumerate().filter(|(_, rule)| rule.is_inert()).map(|(index, _)| index)
+    }
 }

@@ -228,6 +228,10 @@ pub struct TimeoutArgs {
     /// Wait for a certificate that is not there yet.
     #[arg(long, env = "CERTIFICATE_WAIT", value_name = "CERTIFICATE_WAIT", default_value = "10s", value_parser = positive_duration)]
     pub certificate_wait: Duration,
+    /// Wait for a policy that a pod of this node names and that has not come yet, or that cannot be understood; then
+    /// the connection is refused.
+    #[arg(long, env = "POLICY_WAIT", value_name = "POLICY_WAIT", default_value = "5s", value_parser = positive_duration)]
+    pub policy_wait: Duration,
     /// On demand: wait for the answer about an unknown destination.
     #[arg(long, env = "ON_DEMAND_WAIT", value_name = "ON_DEMAND_WAIT", default_value = "5s", value_parser = positive_duration)]
     pub on_demand_wait: Duration,
@@ -279,6 +283,8 @@ pub struct Timeouts {
     pub own_workload: Duration,
     #[serde(serialize_with = "values::seconds")]
     pub certificate: Duration,
+    #[serde(serialize_with = "values::seconds")]
+    pub policy: Duration,
     #[serde(serialize_with = "values::seconds")]
     pub on_demand: Duration,
     #[serde(serialize_with = "values::seconds")]

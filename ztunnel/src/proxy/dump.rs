@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::identity::{CertificateInfo, State, Store, base64, rfc3339};
 use crate::mesh::{Service, Snapshot, Workload};
-use crate::policy::{self, PolicyAction, PolicyScope};
+use crate::policy::{self, PolicyAction, PolicyScope, Test};
 use crate::telemetry::config_dump::{
     CertificateDump, CertificatesDump, Endpoint, Match, Model, Policy, ServiceAccount, TextMatch,
 };
@@ -27,7 +27,7 @@ impl Model for MeshDump {
     }
 
     fn policies(&self) -> Box<dyn Iterator<Item = Policy> + '_> {
-        Box::new(self.0.policies().map(|p| policy(p)))
+        Box::new(self.0.policies().iter().map(|p| policy(p)))
     }
 
     fn staged(&self) -> BTreeMap<String, Vec<Endpoint>> {
@@ -48,8 +48,8 @@ fn endpoint(workload: &Workload, service: &str) -> Endpoint {
 fn policy(from: &policy::Policy) -> Policy {
     let rules = from.rules.iter().map(|r| r.clauses.iter().map(|c| c.matches.iter().map(one).collect()).collect());
     Policy {
-        name: from.name.to_string(),
-        namespace: from.namespace.to_string(),
+        name: from.name().to_owned(),
+        namespace: from.namespace().to_owned(),
         scope: match from.scope {
             PolicyScope::Global => "Global",
             PolicyScope::Namespace => "Namespace",
@@ -67,37 +67,45 @@ fn policy(from: &policy::Policy) -> Policy {
 }
 
 fn one(from: &policy::Match) -> Match {
-    let texts = |list: &[policy::TextMatch]| {
-        let text = |t: &policy::TextMatch| match t {
-            policy::TextMatch::Exact(text) => TextMatch::Exact(text.to_string()),
-            policy::TextMatch::Prefix(text) => TextMatch::Prefix(text.to_string()),
-            policy::TextMatch::Suffix(text) => TextMatch::Suffix(text.to_string()),
-            policy::TextMatch::Presence => TextMatch::Presence(),
-        };
-        list.iter().map(text).collect::<Vec<_>>()
-    };
-    let nets = |list: &[ipnet::IpNet]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
-    let accounts = |list: &[(Arc<str>, Arc<str>)]| {
-        let account = |(namespace, name): &(Arc<str>, Arc<str>)| ServiceAccount {
-            namespace: namespace.to_string(),
-            service_account: name.to_string(),
-        };
-        list.iter().map(account).collect::<Vec<_>>()
-    };
-    Match {
-        namespaces: texts(&from.namespaces),
-        not_namespaces: texts(&from.not_namespaces),
-        service_accounts: accounts(&from.service_accounts),
-        not_service_accounts: accounts(&from.not_service_accounts),
-        principals: texts(&from.principals),
-        not_principals: texts(&from.not_principals),
-        source_ips: nets(&from.source_ips),
-        not_source_ips: nets(&from.not_source_ips),
-        destination_ips: nets(&from.destination_ips),
-        not_destination_ips: nets(&from.not_destination_ips),
-        destination_ports: from.destination_ports.clone(),
-        not_destination_ports: from.not_destination_ports.clone(),
+    let mut to = Match::default();
+    for condition in &from.conditions {
+        let negative = condition.negative;
+        match &condition.test {
+            Test::DestinationPorts(ports) if negative => to.not_destination_ports = ports.to_vec(),
+            Test::DestinationPorts(ports) => to.destination_ports = ports.to_vec(),
+            Test::SourceIps(nets) if negative => to.not_source_ips = ranges(nets),
+            Test::SourceIps(nets) => to.source_ips = ranges(nets),
+            Test::DestinationIps(nets) if negative => to.not_destination_ips = ranges(nets),
+            Test::DestinationIps(nets) => to.destination_ips = ranges(nets),
+            Test::Namespaces(texts) if negative => to.not_namespaces = matches(texts),
+            Test::Namespaces(texts) => to.namespaces = matches(texts),
+            Test::ServiceAccounts(names) if negative => to.not_service_accounts = accounts(names),
+            Test::ServiceAccounts(names) => to.service_accounts = accounts(names),
+            Test::Principals(texts) if negative => to.not_principals = matches(texts),
+            Test::Principals(texts) => to.principals = matches(texts),
+        }
     }
+    to
+}
+
+fn ranges(nets: &policy::Nets) -> Vec<String> {
+    nets.as_slice().iter().map(ToString::to_string).collect()
+}
+
+fn matches(texts: &policy::Texts) -> Vec<TextMatch> {
+    let exact = texts.exact().iter().map(|text| TextMatch::Exact(text.to_string()));
+    let patterns = texts.patterns().iter().map(|pattern| match pattern {
+        policy::Pattern::Prefix(text) => TextMatch::Prefix(text.to_string()),
+        policy::Pattern::Suffix(text) => TextMatch::Suffix(text.to_string()),
+        policy::Pattern::Presence => TextMatch::Presence(),
+    });
+    exact.chain(patterns).collect()
+}
+
+fn accounts(paths: &[Box<str>]) -> Vec<ServiceAccount> {
+    let parts = |path: &str| path.strip_prefix("ns/")?.split_once("/sa/").map(|(a, b)| (a.to_owned(), b.to_owned()));
+    let account = |(namespace, service_account)| ServiceAccount { namespace, service_account };
+    paths.iter().filter_map(|path| parts(path)).map(account).collect()
 }
 
 /// What the certificate store holds, without any key.

@@ -2,6 +2,7 @@
 //!
 //! Must never let a byte reach an app before the peer's identity, the authority and the policies have been judged.
 
+use std::borrow::Cow;
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
@@ -18,7 +19,7 @@ use super::worker::{Counted, Worker};
 use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TlsError, TunnelError};
 use crate::identity::{Identity, describe_tls_error, peer_identity};
 use crate::mesh::{NetworkAddress, Workload};
-use crate::policy::{self, evaluate};
+use crate::policy::{self, Decision, evaluate};
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
 
 /// What all streams of a tunnel have in common.
@@ -140,11 +141,17 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming, open: OpenConnection
 struct Refusal {
     status: StatusCode,
     failure: Failure,
+    /// The reason that the peer is told.
+    told: Cow<'static, str>,
 }
 
 impl Refusal {
     fn new(status: StatusCode, flag: ResponseFlag, step: &'static str, text: impl Into<String>) -> Self {
-        Self { status, failure: Failure::new(flag, step, text.into()) }
+        Self::of(status, Failure::new(flag, step, text.into()))
+    }
+
+    fn of(status: StatusCode, failure: Failure) -> Self {
+        Self { status, told: failure.text.clone(), failure }
     }
 }
 
@@ -171,8 +178,8 @@ async fn establish(
             })?;
             Ok((app, answered))
         }
-        Err(Refusal { status, failure }) => {
-            incoming.refuse(status, &failure.text);
+        Err(Refusal { status, failure, told }) => {
+            incoming.refuse(status, &told);
             Err(failure)
         }
     }
@@ -209,14 +216,23 @@ async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) 
         let text = format!("port {} is the proxy's own", address.port());
         return Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, ResponseFlag::Connect, "connect", text));
     }
-    judge(&tunnel.worker, &tunnel.pod, Some(&tunnel.identity), tunnel.client.ip(), address)
-        .map_err(|failure| Refusal { status: StatusCode::UNAUTHORIZED, failure })?;
+    let judged = policy::Connection {
+        identity: Some(tunnel.identity.clone()),
+        source: tunnel.client.ip(),
+        destination: address,
+    };
+    if let Err(failure) = judge(&tunnel.worker, &tunnel.pod, &judged, flow).await {
+        // Which rule it was says who is allowed: that is for the own mesh only.
+        let is_own = tunnel.identity.trust_domain() == &tunnel.own.trust_domain;
+        let told = if is_own { failure.text.clone() } else { "denied by policy".into() };
+        return Err(Refusal { status: StatusCode::UNAUTHORIZED, failure, told });
+    }
     // The client's own port is a hint for ours; nothing depends on it.
     let port = hbone::read_forwarded(request.headers()).0.map_or(0, |from| from.port());
     let client = SocketAddr::new(tunnel.client.ip(), port);
     dial(&tunnel.worker, &tunnel.pod, client, address)
         .await
-        .map_err(|failure| Refusal { status: StatusCode::SERVICE_UNAVAILABLE, failure })
+        .map_err(|failure| Refusal::of(StatusCode::SERVICE_UNAVAILABLE, failure))
 }
 
 /// The pod's own port behind a service's host name and port.
@@ -233,22 +249,44 @@ fn own_port_of(tunnel: &Tunnel, host: &str, port: u16) -> Result<u16, Refusal> {
     target.ok_or_else(|| refuse(format!("{host} has no port {port} here")))
 }
 
-/// Whether the policies let a connection to the pod pass; the workload's record is the present one.
-pub fn judge(
-    worker: &Worker,
-    pod: &Pod,
-    identity: Option<&Identity>,
-    source: IpAddr,
-    destination: SocketAddr,
-) -> Result<(), Failure> {
-    let mesh = worker.shared.mesh.load();
-    let Some(own) = mesh.local_workload(&pod.namespace, &pod.name, &pod.service_account) else {
-        return Err(Failure::new(ResponseFlag::Deny, "policy", "denied: the pod's own record is gone"));
+/// Whether the policies let a connection to the pod pass; the workload's record is the present one. What they need and
+/// has not come yet is waited for, within a bound.
+pub async fn judge(worker: &Worker, pod: &Pod, connection: &policy::Connection, flow: &Flow) -> Result<(), Failure> {
+    let shared = &worker.shared;
+    let decide = || {
+        let mesh = shared.mesh.load();
+        let own = mesh.local(&pod.namespace, &pod.name, &pod.service_account)?;
+        Some(evaluate(&own.policies, connection))
     };
-    let applicable = mesh.policies_for(own);
-    let connection = policy::Connection { identity, source, destination };
-    let verdict = evaluate(&applicable.policies, &applicable.unknown, &connection);
-    if verdict.is_allowed() { Ok(()) } else { Err(Failure::new(ResponseFlag::Deny, "policy", verdict.to_string())) }
+    let is_open = |decision: &Option<Decision>| decision.as_ref().is_none_or(|d| d.verdict.is_undecided());
+    let mut decision = decide();
+    let mut waited = String::new();
+    if is_open(&decision) {
+        let limit = shared.config.timeouts.policy;
+        let mut changes = shared.mesh.changes();
+        let settled = async {
+            loop {
+                decision = decide();
+                if !is_open(&decision) {
+                    return;
+                }
+                // The mesh lives as long as we do.
+                let _ = changes.changed().await;
+            }
+        };
+        if tokio::time::timeout(limit, settled).await.is_err() {
+            waited = format!(" (waited {limit:?})");
+        }
+    }
+    let Some(decision) = decision else {
+        let text = format!("denied: the pod's own record is gone{waited}");
+        return Err(Failure::new(ResponseFlag::Deny, "policy", text));
+    };
+    shared.telemetry.judged(flow, &decision);
+    match decision.is_allowed() {
+        true => Ok(()),
+        false => Err(Failure::new(ResponseFlag::Deny, "policy", format!("{}{waited}", decision.verdict))),
+    }
 }
 
 /// Reaches the app with the client's address. A pod that calls itself keeps its own.

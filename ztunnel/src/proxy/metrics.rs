@@ -108,7 +108,7 @@ fn mesh(metrics: &Metrics, shared: &Arc<Shared>) {
         let mesh = of.mesh.load_full();
         samples.add(&[("kind", "workload")], mesh.workloads().count() as f64);
         samples.add(&[("kind", "service")], mesh.services().count() as f64);
-        samples.add(&[("kind", "policy")], mesh.policies().count() as f64);
+        samples.add(&[("kind", "policy")], mesh.policies().len() as f64);
     });
 }
 

@@ -16,6 +16,7 @@ use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::capture::sockets::redirected_from;
 use crate::mesh::NetworkAddress;
+use crate::policy;
 use crate::telemetry::flow::{Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
 
 /// Serves a connection to its end.
@@ -65,7 +66,8 @@ async fn reach(
         let text = format!("port {} is the proxy's own", local.port());
         return Err(Failure::new(ResponseFlag::Connect, "destination", text));
     }
-    judge(worker, pod, None, client.ip(), local)?;
+    let judged = policy::Connection { identity: None, source: client.ip(), destination: local };
+    judge(worker, pod, &judged, flow).await?;
     // Another port than the client's: a SYN from that one would hit the client's own connection in this namespace.
     dial(worker, pod, SocketAddr::new(client.ip(), 0), local).await
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tracing::Level;
 
 use super::flow::{Direction, Failure, Flow, Outcome, Peer};
+use crate::policy::Decision;
 
 /// Debug: the connection is established.
 pub(super) fn opened(flow: &Flow) {
@@ -50,6 +51,19 @@ pub(super) fn failed(flow: &Flow, failure: &Failure) {
         }
     } else if tracing::enabled!(target: "access", Level::ERROR) {
         line!(Level::ERROR, "connection failed", Fields::of(flow), ending());
+    }
+}
+
+/// Of an audit or a dry run: what the policies say where that is not enforced. Info where somebody wants to know, debug
+/// for a dry run that would change nothing.
+pub(super) fn judged(flow: &Flow, decision: &Decision) {
+    let changes = decision.dry_run.as_ref().filter(|dry| dry.is_allowed() != decision.verdict.is_allowed());
+    if changes.is_some() || !decision.audited.is_empty() {
+        if tracing::enabled!(target: "policy", Level::INFO) {
+            report!(Level::INFO, flow, decision);
+        }
+    } else if decision.dry_run.is_some() && tracing::enabled!(target: "policy", Level::DEBUG) {
+        report!(Level::DEBUG, flow, decision);
     }
 }
 
@@ -156,4 +170,32 @@ macro_rules! line {
     }};
 }
 
-use line;
+/// The same for what policies say.
+macro_rules! report {
+    ($level:expr, $flow:expr, $decision:expr) => {{
+        let (flow, decision) = ($flow, $decision);
+        let fields = Fields::of(flow);
+        let audited: Vec<_> = decision.audited.iter().take(MAX_AUDITS).map(ToString::to_string).collect();
+        tracing::event!(
+            target: "policy",
+            $level,
+            src.addr = %flow.src,
+            src.workload = fields.src.workload,
+            src.namespace = fields.src.namespace,
+            src.identity = fields.src_identity.as_deref(),
+            dst.addr = %flow.dst,
+            dst.workload = fields.dst.workload,
+            dst.namespace = fields.dst.namespace,
+            verdict = %decision.verdict,
+            dry_run = decision.dry_run.as_ref().map(tracing::field::display),
+            audited = (!audited.is_empty()).then(|| audited.join(", ")),
+            audits = (audited.len() < decision.audited.len()).then_some(decision.audited.len()),
+            "connection judged"
+        );
+    }};
+}
+
+use {line, report};
+
+/// Audits that are named in a line.
+const MAX_AUDITS: usize = 8;

@@ -18,6 +18,8 @@ use prometheus_client::metrics::histogram::Histogram;
 use super::access_log;
 use super::flow::{CloseReason, Direction, Failure, Flow, Outcome, ResponseFlag};
 use super::metrics::{Metrics, Series, SeriesTable, View};
+use super::policies::PolicyCounts;
+use crate::policy::Decision;
 use live::{LiveTable, Place};
 
 mod live;
@@ -26,6 +28,7 @@ mod live;
 pub struct Telemetry {
     series: SeriesTable,
     live: LiveTable,
+    policies: Arc<PolicyCounts>,
     failed: Family<[(&'static str, &'static str); 3], Counter>,
     ended: Family<[(&'static str, &'static str); 3], Counter>,
     inbound_setup: Histogram,
@@ -64,6 +67,7 @@ impl Telemetry {
         let telemetry = Arc::new(Self {
             series: SeriesTable::new(series_max, series_idle),
             live: LiveTable::default(),
+            policies: Arc::new(PolicyCounts::new(series_max, series_idle)),
             failed: Family::default(),
             ended: Family::default(),
             inbound_setup: Histogram::new(SETUP_BUCKETS),
@@ -97,6 +101,15 @@ impl Telemetry {
         Connection { live, place, telemetry: self.clone(), finished: false }
     }
 
+    /// The policies have been asked about a connection, before it is [opened](Self::open) or [failed](Self::failed).
+    pub fn judged(&self, flow: &Flow, decision: &Decision) {
+        if decision.is_allowed() && decision.dry_run.is_none() && decision.audited.is_empty() {
+            return;
+        }
+        self.policies.count(decision);
+        access_log::judged(flow, decision);
+    }
+
     /// A connection was never established.
     pub fn failed(&self, flow: &Flow, failure: &Failure) {
         let flag = match failure.flag {
@@ -123,6 +136,7 @@ impl Telemetry {
 
     fn register(self: &Arc<Self>, metrics: &Metrics) {
         metrics.collect("istio_tcp", TcpCollector(self.clone()));
+        self.policies.register(metrics);
         metrics.register(
             "understory_connections_failed",
             "Connections never established, by the step that failed",

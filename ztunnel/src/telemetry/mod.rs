@@ -13,5 +13,6 @@ pub mod metrics;
 pub mod time;
 
 mod access_log;
+mod policies;
 
 pub use connections::{Connection, LiveConnection, Telemetry};

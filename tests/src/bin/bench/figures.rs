@@ -12,6 +12,7 @@ pub enum Unit {
     CpuMs,
     CpuS,
     Us,
+    Ns,
     PerSecond,
     Gbit,
     Mb,
@@ -25,6 +26,7 @@ impl Unit {
             Self::CpuMs => "CPU ms",
             Self::CpuS => "CPU s",
             Self::Us => "µs",
+            Self::Ns => "ns",
             Self::PerSecond => "1/s",
             Self::Gbit => "Gbit/s",
             Self::Mb => "MB",
@@ -52,6 +54,9 @@ const MARKS: &[(&str, Mark)] = &[
     ("rss_idle_mb", Mark::AtMost(20.0)),
     ("rss_per_pod_kb", Mark::AtMost(50.0)),
     ("rss_per_idle_conn_kb", Mark::AtMost(4.0)),
+    ("policy_verdict_ns_1000", Mark::AtMost(1000.0)),
+    ("policy_verdict_ns_10000", Mark::AtMost(2000.0)),
+    ("policies_10k_mb", Mark::AtMost(20.0)),
 ];
 
 /// Path and name → unit and one value per round.

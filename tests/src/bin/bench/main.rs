@@ -4,6 +4,7 @@
 mod figures;
 mod measure;
 mod paths;
+mod policy;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -52,12 +53,19 @@ fn main() -> ExitCode {
     if cfg!(debug_assertions) {
         eprintln!("warning: not a release build; `cargo xtask bench` makes one");
     }
-    let bench = Bench::set_up(&cli);
     let mut figures = Figures::default();
-    measure::memory(&bench, &cli, &mut figures);
+    // First, while this process is small.
+    policy::memory(&cli, &mut figures);
+    let bench = (!policy::is_all(&cli)).then(|| Bench::set_up(&cli));
+    if let Some(bench) = &bench {
+        measure::memory(bench, &cli, &mut figures);
+    }
     for round in 0..cli.rounds {
         eprintln!("round {} of {}", round + 1, cli.rounds);
-        measure::round(&bench, &cli, &mut figures);
+        policy::round(&cli, &mut figures);
+        if let Some(bench) = &bench {
+            measure::round(bench, &cli, &mut figures);
+        }
     }
     if figures.is_empty() {
         eprintln!("error: no figure of the paths {:?} has a name with one of {:?} in it", cli.paths, cli.only);

@@ -246,6 +246,33 @@ impl Resource {
         }
     }
 
+    fn policy_mut(&mut self) -> &mut security::Authorization {
+        match &mut self.content {
+            Content::Policy(policy) => policy,
+            _ => panic!("not a policy"),
+        }
+    }
+
+    /// A policy of the workloads that name it.
+    pub fn selected(mut self) -> Self {
+        self.policy_mut().scope = security::Scope::WorkloadSelector as i32;
+        self
+    }
+
+    /// A policy of its namespace.
+    pub fn of_namespace(mut self) -> Self {
+        self.policy_mut().scope = security::Scope::Namespace as i32;
+        self
+    }
+
+    /// A policy with a rule on a port.
+    pub fn with_port(mut self, port: u32) -> Self {
+        let one = security::Match { destination_ports: vec![port], ..Default::default() };
+        let clauses = vec![security::Clause { matches: vec![one] }];
+        self.policy_mut().rules.push(security::Rule { clauses });
+        self
+    }
+
     pub fn alias(mut self, alias: &str) -> Self {
         self.aliases.push(alias.into());
         self

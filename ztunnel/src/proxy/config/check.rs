@@ -84,6 +84,7 @@ impl TimeoutArgs {
             handshake: self.handshake_timeout,
             own_workload: self.own_workload_wait,
             certificate: self.certificate_wait,
+            policy: self.policy_wait,
             on_demand: self.on_demand_wait,
             drain: self.drain_deadline.unwrap_or_else(|| drain_within(self.termination_grace_period)),
             tunnel_idle: self.tunnel_idle,

@@ -1,0 +1,104 @@
+//! Policies as they come: before, after or without what they belong to, and in forms that cannot be taken.
+
+use super::server::Resource;
+use super::*;
+use crate::policy::{Connection, Verdict, evaluate};
+
+/// A pod of this node that names policies.
+fn local_pod(policies: &[&str]) -> Resource {
+    let mut pod = pod("a", "10.0.0.1");
+    let workload = pod.workload_mut();
+    workload.node = "node-a".into();
+    workload.authorization_policies = policies.iter().map(|p| (*p).to_owned()).collect();
+    pod
+}
+
+fn verdict(mesh: &Mesh) -> Verdict {
+    let snapshot = mesh.load();
+    let local = snapshot.local("shop", "a", "default").expect("the pod's record");
+    let connection = Connection {
+        identity: None,
+        source: "10.0.0.9".parse().unwrap(),
+        destination: "10.0.0.1:8080".parse().unwrap(),
+    };
+    let verdict = evaluate(&local.policies, &connection).verdict;
+    // What is ready for a pod of this node is what would be made for one elsewhere.
+    let pod = &local.workload;
+    let made = snapshot.policies().applying(&pod.namespace, &pod.policies);
+    assert_eq!(verdict, evaluate(&made, &connection).verdict);
+    verdict
+}
+
+fn result(mesh: &Mesh) -> &'static str {
+    verdict(mesh).as_str()
+}
+
+#[tokio::test]
+async fn nothing_is_decided_before_the_first_answer_on_policies_even_if_it_is_empty() {
+    let mut server = Server::start().await;
+    let (_discovery, mesh) = start(&server, settings());
+    let mut stream = open(&mut server).await;
+    stream.send(Kind::Address, vec![local_pod(&[])], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "policies_missing");
+    stream.send(Kind::Authorization, vec![], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "allowed");
+}
+
+#[tokio::test]
+async fn a_policy_may_come_before_its_workload_after_it_or_never_and_come_again() {
+    let mut server = Server::start().await;
+    let (_discovery, mesh) = start(&server, settings());
+    let mut stream = open_with(&mut server, vec![local_pod(&["shop/p", "shop/never"])]).await;
+    assert_eq!(result(&mesh), "unknown_policy");
+    stream.send(Kind::Authorization, vec![authorization("p").selected()], &[]).await;
+    stream.acked().await;
+    assert!(verdict(&mesh).to_string().contains("policy shop/never"));
+    stream.send(Kind::Address, vec![local_pod(&["shop/p"])], &[]).await;
+    stream.acked().await;
+    // It has no rules: it allows nothing.
+    assert_eq!(result(&mesh), "not_allowed");
+    stream.send(Kind::Authorization, vec![], &["shop/p"]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "unknown_policy");
+    stream.send(Kind::Authorization, vec![authorization("p").selected()], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "not_allowed");
+    stream.send(Kind::Address, vec![local_pod(&[])], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "allowed");
+    // Under the same name, for the whole namespace.
+    stream.send(Kind::Authorization, vec![authorization("p").of_namespace()], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "not_allowed");
+    stream.send(Kind::Authorization, vec![authorization("p").selected()], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "allowed");
+}
+
+#[tokio::test]
+async fn a_policy_that_cannot_be_taken_is_refused_and_denies_until_it_can_or_goes() {
+    let mut server = Server::start().await;
+    let (_discovery, mesh) = start(&server, settings());
+    let mut stream = open_with(&mut server, vec![local_pod(&[])]).await;
+    let mut misnamed = authorization("p");
+    misnamed.name = "shop/other".into();
+    for bad in [Resource::garbage("shop/x"), misnamed, authorization("y").with_port(70_000)] {
+        let name = bad.name.clone();
+        assert_eq!(result(&mesh), "allowed");
+        stream.send(Kind::Authorization, vec![bad], &[]).await;
+        let nack = stream.request().await.error_detail.expect("a refusal");
+        assert!(nack.message.contains(&name), "{}", nack.message);
+        let verdict = verdict(&mesh);
+        assert!(verdict.is_undecided() && verdict.to_string().contains(&name), "{verdict}");
+        stream.send(Kind::Authorization, vec![], &[&name]).await;
+        stream.acked().await;
+    }
+    // What is held of it goes on.
+    stream.send(Kind::Authorization, vec![authorization("z").of_namespace()], &[]).await;
+    stream.acked().await;
+    stream.send(Kind::Authorization, vec![authorization("z").of_namespace().with_port(70_000)], &[]).await;
+    assert!(stream.request().await.error_detail.is_some());
+    assert_eq!(result(&mesh), "not_allowed");
+}

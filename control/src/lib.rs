@@ -6,6 +6,7 @@ pub mod certificates;
 pub mod limits;
 pub mod metrics;
 pub mod model;
+pub mod policy;
 pub mod serve;
 pub mod settings;
 pub mod tls;

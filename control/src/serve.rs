@@ -98,6 +98,7 @@ impl Control {
                 cluster_id: args.cluster_id,
                 cluster_domain: args.cluster_domain,
                 trust_domain: args.trust_domain.clone(),
+                root_namespace: args.root_namespace.unwrap_or_else(|| args.system_namespace.clone()),
                 system_namespace: args.system_namespace,
             },
             objects.clone(),

@@ -108,6 +108,9 @@ pub struct ServeArgs {
         value_parser = words
     )]
     pub system_namespace: String,
+    /// The root namespace: policies in it are for the whole mesh. Default: the mesh's own namespace.
+    #[arg(long, env = "ROOT_NAMESPACE", value_name = "ROOT_NAMESPACE", value_parser = hostname)]
+    pub root_namespace: Option<String>,
     /// Longest life of workload certificates, and that of those for which none is asked.
     #[arg(long, env = "LEAF_TTL", value_name = "LEAF_TTL", default_value = "24h", value_parser = lifetime)]
     pub leaf_ttl: Duration,

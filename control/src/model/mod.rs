@@ -3,6 +3,7 @@
 //! Must never serve a half-applied change: a snapshot is published when all that belongs to a change is in it.
 
 mod pod;
+mod policies;
 mod service;
 mod slice;
 mod snapshot;
@@ -20,7 +21,10 @@ use ztunnel::identity::TrustDomain;
 use ztunnel::manifests::{Changes, ObjectKey, ObjectName, Objects};
 
 pub use pod::{is_terminal, service_account};
-pub use snapshot::{Change, Decoded, Kind, Resolved, Resource, Set, Snapshot};
+pub use policies::PolicyStatus;
+pub use snapshot::{Change, Decoded, Feature, Kind, Resolved, Resource, Set, Snapshot};
+
+use policies::Policies;
 
 /// What the model must know beside the objects.
 #[derive(Debug, Clone)]
@@ -31,6 +35,8 @@ pub struct ModelSettings {
     pub trust_domain: TrustDomain,
     /// The namespace whose label `topology.istio.io/network` names the cluster's network.
     pub system_namespace: String,
+    /// The namespace whose policies are for the whole mesh.
+    pub root_namespace: String,
 }
 
 /// The model. One task owns it and publishes its snapshots.
@@ -41,6 +47,7 @@ pub struct Model {
     network: Arc<str>,
     snapshot: Snapshot,
     links: Links,
+    policies: Policies,
 }
 
 /// What depends on what, beyond what the objects' order gives.
@@ -69,6 +76,7 @@ struct Context<'a> {
     objects: &'a Objects,
     network: &'a str,
     links: &'a Links,
+    policies: &'a Policies,
 }
 
 /// What in one object cannot be served, in words.
@@ -77,6 +85,7 @@ type Problems = Vec<String>;
 impl Model {
     pub fn new(settings: ModelSettings) -> Self {
         Self {
+            policies: Policies::new(&settings.root_namespace),
             settings,
             objects: Arc::default(),
             network: "".into(),
@@ -91,14 +100,14 @@ impl Model {
         let older = std::mem::replace(&mut self.objects, objects);
         self.links.follow(&changes, &older, &self.objects);
         let network = self.cluster_network();
-        let touched = if network != self.network {
+        let mut touched = if network != self.network {
             tracing::info!(network = &*network, "the cluster's network has another name: everything is sent again");
             self.network = network;
             self.everything(&older)
         } else {
             self.touched(&changes, &older)
         };
-        let mut changed = false;
+        let mut changed = self.work_out_policies(&changes, &older, &mut touched);
         for name in touched.services {
             changed |= self.work_out_service(&name);
         }
@@ -178,6 +187,43 @@ impl Model {
         touched
     }
 
+    /// Policies first: the records of pods name them.
+    fn work_out_policies(&mut self, changes: &Changes, older: &Objects, touched: &mut Touched) -> bool {
+        let update = self.policies.update(changes, older, &self.objects);
+        let mut changed = false;
+        for (name, resource) in update.resources {
+            changed |= match resource {
+                Some(resource) => self.snapshot.put_authorization(resource),
+                None => self.snapshot.remove_authorization(&name),
+            };
+        }
+        for (key, status) in update.statuses {
+            changed |= match status {
+                Some(status) if self.snapshot.policies.get(&key).is_some_and(|held| **held == status) => false,
+                Some(status) => {
+                    self.snapshot.policies.insert(key, Arc::new(status));
+                    true
+                }
+                None => self.snapshot.policies.remove(&key).is_some(),
+            };
+        }
+        let nothing = BTreeMap::new();
+        let concerned = |name: &ObjectName, pod: &Pod| {
+            let labels = pod.metadata.labels.as_ref().unwrap_or(&nothing);
+            update.targets.iter().any(|target| target.selects(&name.namespace, labels))
+        };
+        if update.targets.iter().any(|target| target.everywhere) {
+            let pods = self.objects.pods.iter().filter(|(name, pod)| concerned(name, pod));
+            touched.pods.extend(pods.map(|(name, _)| name.clone()));
+        } else {
+            for namespace in update.targets.iter().map(|t| t.namespace.as_str()).collect::<BTreeSet<_>>() {
+                let pods = self.objects.pods_in(namespace).filter(|(name, pod)| concerned(name, pod));
+                touched.pods.extend(pods.map(|(name, _)| name.clone()));
+            }
+        }
+        changed
+    }
+
     fn work_out_service(&mut self, name: &ObjectName) -> bool {
         let mut problems = Problems::new();
         let service = self.objects.services.get(name).cloned();
@@ -232,7 +278,13 @@ impl Model {
     }
 
     fn context(&self) -> Context<'_> {
-        Context { settings: &self.settings, objects: &self.objects, network: &self.network, links: &self.links }
+        Context {
+            settings: &self.settings,
+            objects: &self.objects,
+            network: &self.network,
+            links: &self.links,
+            policies: &self.policies,
+        }
     }
 }
 

@@ -55,6 +55,7 @@ pub(super) fn from_pod(context: &Context<'_>, pod: &Pod, problems: &mut Problems
         native_tunnel: native,
         status: if healthy { wire::WorkloadStatus::Healthy } else { wire::WorkloadStatus::Unhealthy }.into(),
         cluster_id: context.settings.cluster_id.clone(),
+        authorization_policies: context.policies.of_pod(namespace, labels),
         services: services(context, pod, labels),
         locality: locality(context, node),
         network_mode: if host_network { wire::NetworkMode::HostNetwork } else { wire::NetworkMode::Standard }.into(),

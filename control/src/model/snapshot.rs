@@ -12,6 +12,8 @@ use prost::Message;
 use ztunnel::manifests::ObjectKey;
 use ztunnel::proto::{security, workload};
 
+use super::policies::PolicyStatus;
+
 /// The resources of one moment. Cloning costs nothing worth mentioning.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
@@ -29,6 +31,8 @@ pub struct Snapshot {
     pub(super) by_node: OrdMap<Arc<str>, OrdSet<Arc<str>>>,
     /// What in otherwise good objects cannot be served.
     pub problems: OrdMap<ObjectKey, Arc<str>>,
+    /// What became of each policy.
+    pub policies: OrdMap<ObjectKey, Arc<PolicyStatus>>,
 }
 
 /// One resource, encoded once for all streams.
@@ -40,12 +44,30 @@ pub struct Resource {
     pub version: u64,
     /// The encoded `Workload`, `Service` or `Authorization`.
     pub body: Box<[u8]>,
+    /// In its place for peers that do not know what is special in it: harmless, and of the same name.
+    pub plain: Option<Plain>,
     /// `network/ip` of each address that it can be found by.
     pub aliases: Box<[Arc<str>]>,
     /// The services that a workload is behind.
     pub services: Box<[Arc<str>]>,
     /// The node that a workload is on.
     pub node: Option<Arc<str>>,
+}
+
+/// What not every proxy knows, and what those get that do not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plain {
+    pub unless: Feature,
+    pub body: Box<[u8]>,
+}
+
+/// Of a proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Feature {
+    /// Policies that are evaluated and not enforced. Who does not know the field enforces them.
+    DryRun,
+    /// Policies with action AUDIT, which is ours alone.
+    Audit,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,7 +157,21 @@ impl Snapshot {
         ]
     }
 
-    /// Puts a resource in; whether that changed anything.
+    /// Puts a policy in; whether that changed anything.
+    pub(super) fn put_authorization(&mut self, resource: Resource) -> bool {
+        if self.authorizations.get(&resource.name).is_some_and(|held| **held == resource) {
+            return false;
+        }
+        self.authorizations.insert(resource.name.clone(), Arc::new(resource));
+        true
+    }
+
+    /// Takes a policy out; whether it was there.
+    pub(super) fn remove_authorization(&mut self, name: &str) -> bool {
+        self.authorizations.remove(name).is_some()
+    }
+
+    /// Puts a workload or service in; whether that changed anything.
     pub(super) fn put(&mut self, resource: Resource) -> bool {
         if self.addresses.get(&resource.name).is_some_and(|held| **held == resource) {
             return false;
@@ -150,7 +186,7 @@ impl Snapshot {
         true
     }
 
-    /// Takes a resource out; whether it was there.
+    /// Takes a workload or service out; whether it was there.
     pub(super) fn remove(&mut self, name: &str) -> bool {
         let Some(resource) = self.addresses.remove(name) else { return false };
         unindex(&mut self.by_alias, &resource.aliases, name);
@@ -211,10 +247,37 @@ impl Resource {
         }
     }
 
+    /// `namespace/name`. What not every proxy knows is, for those, a DENY without rules: it matches nothing.
+    pub fn authorization(value: &security::Authorization) -> Self {
+        let unless = match (value.action(), value.dry_run) {
+            (security::Action::Audit, _) => Some(Feature::Audit),
+            (security::Action::Allow | security::Action::Deny, true) => Some(Feature::DryRun),
+            (security::Action::Allow | security::Action::Deny, false) => None,
+        };
+        let plain = unless.map(|unless| {
+            let nothing = security::Authorization {
+                action: security::Action::Deny.into(),
+                rules: Vec::new(),
+                dry_run: false,
+                ..value.clone()
+            };
+            Plain { unless, body: nothing.encode_to_vec().into() }
+        });
+        let name = format!("{}/{}", value.namespace, value.name);
+        Self { plain, ..Self::encode(name.into(), Kind::Authorization, value) }
+    }
+
     /// The resource as the wire wants it in a set. `aliases`: whether to tell under which further names it is found.
-    pub fn to_wire(&self, set: Set, aliases: bool) -> ztunnel::proto::discovery::Resource {
+    /// `knows`: what the proxy knows.
+    pub fn to_wire(
+        &self,
+        set: Set,
+        aliases: bool,
+        knows: impl Fn(Feature) -> bool,
+    ) -> ztunnel::proto::discovery::Resource {
+        let plain = self.plain.as_ref().filter(|plain| !knows(plain.unless));
         let value = match set {
-            Set::Workloads | Set::Authorizations => self.body.to_vec(),
+            Set::Workloads | Set::Authorizations => plain.map_or(&self.body, |p| &p.body).to_vec(),
             // `Address` holds a workload as field 1, a service as field 2.
             Set::Addresses => {
                 let mut value = Vec::with_capacity(self.body.len() + 6);
@@ -256,7 +319,7 @@ impl Resource {
     fn encode(name: Arc<str>, kind: Kind, message: &impl Message) -> Self {
         let body = message.encode_to_vec().into_boxed_slice();
         let version = content_hash(&body);
-        Self { name, kind, version, body, aliases: Box::default(), services: Box::default(), node: None }
+        Self { name, kind, version, body, plain: None, aliases: Box::default(), services: Box::default(), node: None }
     }
 }
 

@@ -184,12 +184,11 @@ impl Session {
         subscriptions: &mut BTreeMap<Set, Subscription>,
         newer: &Snapshot,
     ) -> Result<(), End> {
+        let answers = subscriptions.iter_mut().filter_map(|(set, s)| Some((*set, s.push(newer)?))).collect();
         let mut told = false;
-        for (set, subscription) in subscriptions.iter_mut() {
-            if let Some(answer) = subscription.push(newer) {
-                told = true;
-                self.send_all(proxy, *set, answer).await?;
-            }
+        for (set, answer) in in_order(answers) {
+            told = true;
+            self.send_all(proxy, set, answer).await?;
         }
         if let (true, Some(published)) = (told, newer.published) {
             self.metrics.pushed(published.elapsed());
@@ -214,7 +213,7 @@ impl Session {
                 size = 0;
             }
             size += len;
-            part.push(resource.to_wire(set, aliases));
+            part.push(resource.to_wire(set, aliases, |feature| proxy.features.contains(&feature)));
         }
         let mut removed = removed;
         while removed.len() > MAX_REMOVED {
@@ -255,6 +254,26 @@ impl Session {
         }));
         Ok(())
     }
+}
+
+/// Policies come before the records that name them, and go after: a named policy that a proxy does not know denies.
+pub(super) fn in_order(answers: Vec<(Set, Answer)>) -> Vec<(Set, Answer)> {
+    let (mut first, mut then, mut last) = (Vec::new(), Vec::new(), Vec::new());
+    for (set, answer) in answers {
+        match set {
+            Set::Addresses | Set::Workloads => then.push((set, answer)),
+            Set::Authorizations => {
+                let Answer { resources, removed, aliases } = answer;
+                if !resources.is_empty() {
+                    first.push((set, Answer { resources, removed: Vec::new(), aliases }));
+                }
+                if !removed.is_empty() {
+                    last.push((set, Answer { resources: Vec::new(), removed, aliases }));
+                }
+            }
+        }
+    }
+    first.into_iter().chain(then).chain(last).collect()
 }
 
 /// Bytes of resources in one response: well under gRPC's usual limit of 4 MB.

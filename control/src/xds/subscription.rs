@@ -167,8 +167,13 @@ impl Subscription {
             }
             demand.services.extend(resolved.services);
         }
-        let behind = demand.services.iter().flat_map(|service| self.seen.endpoints(service));
-        for resource in behind.chain(self.seen.on_node(node)) {
+        // Only who asks for addresses has a use for those of its node.
+        let (behind, own) = match self.set {
+            Set::Addresses | Set::Workloads => (&demand.services, Some(node)),
+            Set::Authorizations => (&HashSet::new(), None),
+        };
+        let behind = behind.iter().flat_map(|service| self.seen.endpoints(service));
+        for resource in behind.chain(own.into_iter().flat_map(|node| self.seen.on_node(node))) {
             wanted.entry(resource.name.clone()).or_insert((resource.clone(), false));
         }
         let mut resources = Vec::new();

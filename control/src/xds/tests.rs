@@ -3,12 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
+use prost::Message;
 use serde_json::json;
 use ztunnel::proto::discovery::DeltaDiscoveryRequest;
+use ztunnel::proto::{security, workload};
 
+use super::session::in_order;
 use super::subscription::{Answer, Subscription};
-use crate::model::tests::{CART, Cluster, cart, merged, pod};
-use crate::model::{Set, Snapshot};
+use crate::model::tests::{CART, Cluster, cart, merged, pod, policy};
+use crate::model::{Feature, Set, Snapshot};
 
 /// The other end of a stream.
 #[derive(Debug, Default)]
@@ -21,7 +24,7 @@ struct Peer {
 impl Peer {
     fn take(&mut self, answer: &Answer) {
         for resource in &answer.resources {
-            let wire = resource.to_wire(Set::Addresses, answer.aliases);
+            let wire = resource.to_wire(Set::Addresses, answer.aliases, |_| true);
             assert_eq!(wire.aliases.is_empty(), !answer.aliases || resource.aliases.is_empty());
             self.answers.extend(wire.aliases.into_iter().map(|alias| (alias, true)));
             self.answers.insert(wire.name.clone(), true);
@@ -175,18 +178,107 @@ fn an_on_demand_stream_that_comes_again_gets_the_difference_and_what_it_still_wa
 }
 
 #[test]
-fn the_type_of_workloads_has_no_services_and_that_of_policies_is_empty() {
+fn the_type_of_workloads_has_no_services_and_that_of_policies_no_workloads() {
     let mut cluster = shop();
     let snapshot = cluster.snapshot();
     let (mut stream, answer) = Subscription::open(Set::Workloads, request(&[], &[], &[]), &snapshot, "").unwrap();
     assert_eq!(told(&answer), (vec!["a", "b"], vec![]));
-    let wire = answer.resources[0].to_wire(Set::Workloads, false);
+    let wire = answer.resources[0].to_wire(Set::Workloads, false, |_| true);
     assert_eq!(wire.resource.unwrap().type_url, "type.googleapis.com/istio.workload.Workload");
     cluster.put(merged(cart(json!([])), &json!({"metadata": {"name": "more"}, "spec": {"selector": null}})));
     assert!(stream.push(&cluster.snapshot()).is_none());
     let old = [("ns/policy".to_owned(), "1".to_owned())];
     let (_, answer) = Subscription::open(Set::Authorizations, request(&[], &[], &old), &snapshot, "").unwrap();
     assert_eq!(told(&answer), (vec![], vec!["ns/policy"]));
+}
+
+/// A policy that a stream is told of, as the proxy reads it.
+fn policies(answer: &Answer, knows: &[Feature]) -> Vec<security::Authorization> {
+    let wire =
+        |r: &std::sync::Arc<crate::model::Resource>| r.to_wire(Set::Authorizations, false, |f| knows.contains(&f));
+    let decode = |r| security::Authorization::decode(&*wire(r).resource.unwrap().value).unwrap();
+    answer.resources.iter().map(decode).collect()
+}
+
+#[test]
+fn a_changed_policy_reaches_every_stream_that_it_concerns_policies_before_records() {
+    let of_app = |action: &str| json!({"action": action, "selector": {"matchLabels": {"app": "cart"}}, "rules": [{}]});
+    for on_demand in [false, true] {
+        let mut cluster = shop();
+        let first = cluster.snapshot();
+        let all: (&[&str], &[&str]) = if on_demand { (&["*", CART], &["*"]) } else { (&[], &[]) };
+        let (mut addresses, _) = open_at("elsewhere", all.0, all.1, &[], &first);
+        let (mut authorizations, answer) =
+            Subscription::open(Set::Authorizations, request(&[], &[], &[]), &first, "node-a").unwrap();
+        assert_eq!(told(&answer), (vec![], vec![]));
+        let mut push = |cluster: &mut Cluster| {
+            let newer = cluster.snapshot();
+            let streams = [(Set::Addresses, &mut addresses), (Set::Authorizations, &mut authorizations)];
+            in_order(streams.into_iter().filter_map(|(set, stream)| Some((set, stream.push(&newer)?))).collect())
+        };
+        cluster.put(policy("AuthorizationPolicy", "shop/p", of_app("DENY")));
+        let answers = push(&mut cluster);
+        let order: Vec<_> = answers.iter().map(|(set, answer)| (*set, told(answer))).collect();
+        let records = (Set::Addresses, (vec!["a", "b"], vec![]));
+        assert_eq!(order, [(Set::Authorizations, (vec!["p"], vec![])), records.clone()], "on demand: {on_demand}");
+        let [policy_now] = &policies(&answers[0].1, &[])[..] else { panic!() };
+        assert_eq!((policy_now.action(), policy_now.rules.len()), (security::Action::Deny, 1));
+        let record = workload::Workload::decode(&*answers[1].1.resources[0].body).unwrap();
+        assert_eq!(record.authorization_policies, ["shop/p"]);
+
+        // What it says changes: no record does.
+        cluster.put(policy("AuthorizationPolicy", "shop/p", of_app("ALLOW")));
+        let answers = push(&mut cluster);
+        assert_eq!(
+            answers.iter().map(|(set, a)| (*set, told(a))).collect::<Vec<_>>(),
+            [(Set::Authorizations, (vec!["p"], vec![]))]
+        );
+
+        // It goes: first out of the records.
+        cluster.objects.authorization_policies.clear();
+        let answers = push(&mut cluster);
+        let order: Vec<_> = answers.iter().map(|(set, answer)| (*set, told(answer))).collect();
+        assert_eq!(order, [records, (Set::Authorizations, (vec![], vec!["shop/p"]))]);
+    }
+}
+
+#[test]
+fn policies_that_are_asked_for_by_name_come_without_anything_else() {
+    let mut cluster = shop();
+    cluster.put(policy("AuthorizationPolicy", "shop/p", json!({})));
+    cluster.put(policy("AuthorizationPolicy", "shop/q", json!({})));
+    let open = |names: &[&str], snapshot: &Snapshot| {
+        Subscription::open(Set::Authorizations, request(names, &[], &[]), snapshot, "node-a").unwrap()
+    };
+    let (mut stream, answer) = open(&["shop/p", "shop/later"], &cluster.snapshot());
+    assert_eq!(told(&answer), (vec!["p"], vec!["shop/later"]));
+    cluster.put(policy("AuthorizationPolicy", "shop/later", json!({})));
+    cluster.put(policy("AuthorizationPolicy", "shop/q", json!({"action": "DENY"})));
+    assert_eq!(told(&stream.push(&cluster.snapshot()).unwrap()), (vec!["later"], vec![]));
+    cluster.objects.authorization_policies.remove(&ztunnel::manifests::ObjectName::new("shop", "p"));
+    assert_eq!(told(&stream.push(&cluster.snapshot()).unwrap()), (vec![], vec!["shop/p"]));
+}
+
+/// What a proxy would refuse, or enforce although it should not, is for it a policy that does nothing.
+#[test]
+fn a_proxy_that_does_not_know_audit_or_dry_run_gets_a_policy_that_does_nothing_in_its_place() {
+    let mut cluster = shop();
+    cluster.put(policy("AuthorizationPolicy", "shop/audit", json!({"action": "AUDIT", "rules": [{}]})));
+    let mut dry = policy("AuthorizationPolicy", "shop/dry", json!({"action": "ALLOW", "rules": [{}]}));
+    dry["metadata"]["annotations"] = json!({"istio.io/dry-run": "true"});
+    cluster.put(dry);
+    cluster.put(policy("AuthorizationPolicy", "shop/real", json!({"rules": [{}]})));
+    let (_, answer) = Subscription::open(Set::Authorizations, request(&[], &[], &[]), &cluster.snapshot(), "").unwrap();
+    let shown = |knows: &[Feature]| {
+        policies(&answer, knows).iter().map(|p| (p.action(), p.rules.len(), p.dry_run)).collect::<Vec<_>>()
+    };
+    let (nothing, real) = ((security::Action::Deny, 0, false), (security::Action::Allow, 1, false));
+    let (audit, dry) = ((security::Action::Audit, 1, false), (security::Action::Allow, 1, true));
+    assert_eq!(shown(&[]), [nothing, nothing, real]);
+    assert_eq!(shown(&[Feature::DryRun]), [nothing, dry, real]);
+    assert_eq!(shown(&[Feature::DryRun, Feature::Audit]), [audit, dry, real]);
+    let names: Vec<_> = policies(&answer, &[]).into_iter().map(|p| (p.namespace, p.name)).collect();
+    assert_eq!(names[0], ("shop".to_owned(), "audit".to_owned()));
 }
 
 #[test]

@@ -83,6 +83,7 @@ pub fn node(settings: &DiscoverySettings) -> Node {
         ("NODE_NAME", &settings.node_name),
         ("CLUSTER_ID", &settings.cluster_id),
         ("ISTIO_VERSION", ISTIO_VERSION),
+        ("UNDERSTORY_FEATURES", FEATURES),
     ] {
         fields.insert(key.to_owned(), text(value));
     }
@@ -107,5 +108,7 @@ fn proto_value(from: &serde_json::Value) -> Value {
 
 /// From 1.29 on istiod sends dry-run policies.
 const ISTIO_VERSION: &str = "1.29.0";
+/// What our own control plane may send beyond what Istio's proxies know: policies with action AUDIT.
+const FEATURES: &str = "audit";
 /// Reasons in one message.
 const MAX_REASONS: usize = 20;

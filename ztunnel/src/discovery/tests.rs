@@ -85,6 +85,7 @@ async fn the_whole_mesh_is_asked_for_applied_and_acknowledged() {
     assert_eq!(node.id, "ztunnel~1.1.1.1~ztunnel.understory-system~understory-system.svc.cluster.local");
     let fields = node.metadata.unwrap().fields;
     assert!(format!("{:?}", fields["NODE_NAME"]).contains("node-a"));
+    assert!(format!("{:?}", fields["UNDERSTORY_FEATURES"]).contains("audit"));
     assert_eq!(subscribed(&stream.first[0]), (vec![], vec![]));
     assert_eq!(stream.token.as_deref(), Some("Bearer token"));
 

@@ -32,8 +32,10 @@ pub fn run(root: &Path, check: bool) -> anyhow::Result<()> {
         old.keys().chain(new.keys()).filter(|name| old.get(*name) != new.get(*name)).collect();
     ensure!(
         differing.is_empty(),
-        "{} is not what its source says: sections {differing:?} differ; run cargo xtask ebpf",
-        committed.display()
+        "{} is not what its source says: sections {differing:?} differ. After a change of the source run cargo xtask \
+         ebpf; without one, another version of the compiler may have made other code: this one is {}",
+        committed.display(),
+        compiler()
     );
     eprintln!("xtask: the committed eBPF object is what its source says ({} sections)", new.len());
     Ok(())
@@ -68,6 +70,11 @@ fn build(root: &Path) -> anyhow::Result<PathBuf> {
         .context("starting llvm-objcopy")?;
     ensure!(status.success(), "llvm-objcopy failed on {}", linked.display());
     Ok(stripped)
+}
+
+fn compiler() -> String {
+    let version = Command::new("/usr/bin/rustc").arg("--version").output();
+    version.map_or_else(|e| e.to_string(), |output| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 fn cargo_home() -> anyhow::Result<PathBuf> {

@@ -37,7 +37,7 @@ pub enum CgroupError {
     Read { path: PathBuf, source: io::Error },
     #[error("no cgroup v2 hierarchy is mounted here; mount one (mount -t cgroup2 none <folder>) or give --cgroup-root")]
     NoMount,
-    #[error("{0} is not in a cgroup v2 hierarchy")]
+    #[error("--cgroup-root {0} is not in a cgroup v2 hierarchy")]
     NotCgroup2(PathBuf),
     #[error(
         "only a part of the node's cgroups is visible (process 1 is at {0}): run in the host's cgroup namespace, or \

@@ -50,6 +50,13 @@ fn main() -> ExitCode {
         eprintln!("error: {reason}");
         return ExitCode::FAILURE;
     }
+    // Not after minutes of measuring.
+    if let Some(path) = &cli.json
+        && let Err(e) = std::fs::File::create(path)
+    {
+        eprintln!("error: --json {}: {e}", path.display());
+        return ExitCode::FAILURE;
+    }
     if cfg!(debug_assertions) {
         eprintln!("warning: not a release build; `cargo xtask bench` makes one");
     }

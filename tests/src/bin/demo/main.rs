@@ -298,25 +298,27 @@ impl Demo {
 
         println!("\nLook around, from another terminal, as root:\n");
         println!("  cd {}", self.tb.name().dir().display());
-        let say = |command: &str, what: &str| println!("  {command:<50}  {what}");
-        let names = self.pods().map(Pod::pod_name).join("|");
-        say(&format!("enter/{names}"), "a shell in that pod, or the command that follows");
+        let say = |what: &str, command: &str| println!("  {what}\n      {command}");
+        let others = self.pods().map(Pod::pod_name)[1..].join(", ");
+        say(&format!("a shell in a pod, or a command after it; likewise {others}"), "enter/frontend");
         let cart = self.cart_service.at(80);
         let talk = format!("exec 3<>/dev/tcp/{}/{}; echo hello >&3; head -1 <&3", cart.ip(), cart.port());
-        say(&format!("enter/frontend bash -c '{talk}'"), "");
-        say("", "a connection to service cart, which echoes");
-        say("grep access logs/proxy-node0.log", "one line per connection; the other processes' logs are there, too");
-        for (node, path, what) in [
-            ("node0", "15000/config_dump", "what the proxy of node0 knows; node1 likewise"),
-            ("node0", "15020/metrics", "its metrics"),
-            ("node0", "15014/status", "the agent's list of pods, with reasons"),
-            ("control", "15014/debug/resources", "what control serves"),
+        say("a connection to service cart, which echoes", &format!("enter/frontend bash -c '{talk}'"));
+        say("one line per connection; the other processes' logs are there, too", "grep access logs/proxy-node0.log");
+        for (what, place, page) in [
+            ("what the proxy of node0 knows; node1 likewise", "node0", "15000/config_dump"),
+            ("its metrics", "node0", "15020/metrics"),
+            ("the agent's list of the node's pods, with reasons", "node0", "15014/status"),
+            ("what control serves", "control", "15014/debug/resources"),
         ] {
-            say(&format!("enter/{node} curl -s 127.0.0.1:{path}"), what);
+            say(what, &format!("enter/{place} curl -s 127.0.0.1:{page}"));
         }
         let namespace = "manifests/namespace-shop.yaml";
-        say(&format!("sed -i s/ambient/none/ {namespace}"), "takes the label's effect away; s/none/ambient/ again");
-        say("ls manifests", "the cluster's objects: edit them, agents and control follow");
+        say(
+            "the pods out of the mesh; s/none/ambient/ brings them back",
+            &format!("sed -i s/ambient/none/ {namespace}"),
+        );
+        say("the cluster's objects: edit them, agents and control follow", "ls manifests");
     }
 }
 

@@ -161,17 +161,16 @@ impl Store {
         let deadline = Instant::now() + limit;
         let mut news = self.0.raise(identity);
         loop {
-            if let Some(certificate) = self.get(identity) {
-                return Ok(certificate);
-            }
+            // One look, under the lock, at all that the news may be about: it cannot change in between.
             let waiting_for = match self.0.lock().get(identity) {
                 None => return Err(StoreError::Forgotten(identity.clone())),
-                Some(entry) => match &entry.last_error {
-                    Some(error) if !entry.in_flight && entry.next_try > deadline => {
+                Some(entry) => match (entry.valid(), &entry.last_error) {
+                    (Some(certificate), _) => return Ok(certificate.clone()),
+                    (None, Some(error)) if !entry.in_flight && entry.next_try > deadline => {
                         return Err(StoreError::Unavailable(error.clone()));
                     }
-                    Some(error) => error.clone(),
-                    None => "no answer yet".to_owned(),
+                    (None, Some(error)) => error.clone(),
+                    (None, None) => "no answer yet".to_owned(),
                 },
             };
             match tokio::time::timeout_at(deadline, news.changed()).await {
@@ -351,8 +350,11 @@ impl Shared {
                 entry.next_try = Instant::now() + wait.min(until_expiry.max(self.settings.first_backoff));
             }
         }
-        entry.news.send_replace(());
+        // The fact before its news: who is woken finds it.
         self.publish(&entries);
+        if let Some(entry) = entries.get(identity) {
+            entry.news.send_replace(());
+        }
     }
 }
 
@@ -380,6 +382,11 @@ impl Entry {
         }
     }
 
+    /// The certificate, unless it has expired.
+    fn valid(&self) -> Option<&Arc<Certificate>> {
+        self.certificate.as_ref().filter(|certificate| certificate.is_valid())
+    }
+
     /// When to ask next. Never while an answer is on its way, nor for a renewal that nobody needs.
     fn due(&self) -> Option<Instant> {
         let needed = self.wanted > 0 || self.news.receiver_count() > 0 || self.certificate.is_none();
@@ -387,10 +394,10 @@ impl Entry {
     }
 
     fn state(&self, identity: &Identity) -> IdentityState {
-        let state = match (&self.certificate, &self.last_error) {
-            (Some(certificate), _) if certificate.is_valid() => State::Available(certificate.clone()),
-            (_, Some(error)) => State::Unavailable(error.clone()),
-            (Some(_), None) => State::Unavailable("the certificate has expired".to_owned()),
+        let state = match (self.valid(), &self.last_error) {
+            (Some(certificate), _) => State::Available(certificate.clone()),
+            (None, Some(error)) => State::Unavailable(error.clone()),
+            (None, None) if self.certificate.is_some() => State::Unavailable("the certificate has expired".to_owned()),
             (None, None) => State::Initializing,
         };
         IdentityState {

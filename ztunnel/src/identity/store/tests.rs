@@ -106,6 +106,32 @@ async fn a_wanted_identity_is_fetched_once_for_all_who_wait() {
     assert_eq!(store.counters().issued.load(Ordering::Relaxed), 1);
 }
 
+/// A waker that looks, at the moment of the news, whether what they are about is there.
+struct Looks {
+    store: Store,
+    identity: Identity,
+    found: Mutex<Vec<bool>>,
+}
+
+impl std::task::Wake for Looks {
+    fn wake(self: Arc<Self>) {
+        self.found.lock().unwrap().push(self.store.get(&self.identity).is_some());
+    }
+}
+
+#[tokio::test]
+async fn who_is_told_of_a_certificate_finds_it() {
+    let authority = FakeAuthority::new();
+    let store = Store::start(authority, StoreSettings::default());
+    let cart = identity("cart");
+    let looks = Arc::new(Looks { store: store.clone(), identity: cart.clone(), found: Mutex::default() });
+    let waker = looks.clone().into();
+    let mut waiting = Box::pin(store.wait(&cart, SOON));
+    assert!(waiting.as_mut().poll(&mut std::task::Context::from_waker(&waker)).is_pending());
+    store.wait(&cart, SOON).await.unwrap();
+    assert_eq!(*looks.found.lock().unwrap(), [true]);
+}
+
 #[tokio::test]
 async fn one_denied_or_hanging_identity_does_not_slow_others_and_recovers_by_itself() {
     let authority = FakeAuthority::new();

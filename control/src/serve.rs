@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
+use ztunnel::files::read_small;
 use ztunnel::identity::rfc3339;
 use ztunnel::lifecycle::Shutdown;
 use ztunnel::manifests::{self, Folders, Objects, Watch, WatchError};
@@ -277,7 +278,7 @@ async fn tend(ca: &Ca, serving: &Serving, root_cert: Option<&Path>) {
 /// Writes the roots for the proxies, if the file does not hold them.
 fn publish_roots(ca: &Ca, path: &Path) -> io::Result<()> {
     let roots = ca.roots_pem();
-    if std::fs::read(path).is_ok_and(|held| held == roots.as_bytes()) {
+    if read_small(path, roots.len()).is_ok_and(|held| held == roots.as_bytes()) {
         return Ok(());
     }
     write_whole(path, roots.as_bytes(), 0o644)

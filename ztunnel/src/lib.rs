@@ -3,6 +3,7 @@
 pub mod agent;
 pub mod capture;
 pub mod discovery;
+pub mod files;
 pub mod hbone;
 pub mod identity;
 pub mod lifecycle;

@@ -14,6 +14,7 @@ use rcgen::{BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use zeroize::Zeroizing;
+use ztunnel::files::read_small;
 use ztunnel::identity::{base64, certificates_from_pem};
 
 use super::files::{lock, write_whole};
@@ -59,7 +60,7 @@ impl Root {
         let (key_path, cert_path) = (dir.join(KEY), dir.join(CERT));
         let bad = |reason: String| CaError::Root { path: cert_path.clone(), reason };
         let key = read_key(&key_path)?;
-        let text = fs::read(&cert_path).map_err(file_error("reading", &cert_path))?;
+        let text = read_small(&cert_path, MAX_FILE).map_err(file_error("reading", &cert_path))?;
         let trusted = certificates_from_pem(&text).map_err(|e| bad(e.to_string()))?;
         let first = trusted.first().ok_or_else(|| bad("it is empty".into()))?;
         let (_, parsed) = x509_parser::parse_x509_certificate(first).map_err(|e| bad(e.to_string()))?;
@@ -142,7 +143,7 @@ fn make_key(path: &Path) -> Result<RootKey, CaError> {
 }
 
 fn read_key(path: &Path) -> Result<RootKey, CaError> {
-    let text = Zeroizing::new(fs::read(path).map_err(file_error("reading", path))?);
+    let text = Zeroizing::new(read_small(path, MAX_FILE).map_err(file_error("reading", path))?);
     let bad = |reason: &str| CaError::Root { path: path.to_owned(), reason: reason.to_owned() };
     let der = PrivatePkcs8KeyDer::from_pem_slice(&text).map_err(|_| bad("expected a PKCS#8 private key in PEM"))?;
     let key = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_ASN1_SIGNING, der.secret_pkcs8_der())
@@ -194,4 +195,6 @@ fn file_error(step: &'static str, path: &Path) -> impl FnOnce(std::io::Error) ->
 
 const KEY: &str = "root-key.pem";
 const CERT: &str = "root-cert.pem";
+/// Bytes of each.
+const MAX_FILE: usize = 1 << 20;
 const LIFETIME: Duration = Duration::from_secs(10 * 365 * 86400);

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, JwkSet, PublicKeyUse};
 use jsonwebtoken::{Algorithm, DecodingKey};
+use ztunnel::files::read_small;
 
 /// The keys of one version of the file.
 pub(super) type Keys = Vec<(DecodingKey, Algorithm)>;
@@ -98,11 +99,7 @@ impl fmt::Debug for KeyFile {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, String> {
-    let meta = std::fs::metadata(path).map_err(|e| e.to_string())?;
-    if !meta.is_file() || meta.len() > MAX_FILE {
-        return Err(format!("expected a file of at most {MAX_FILE} bytes"));
-    }
-    std::fs::read(path).map_err(|e| e.to_string())
+    read_small(path, MAX_FILE).map_err(|e| e.to_string())
 }
 
 fn parse(text: &[u8]) -> Result<Keys, String> {
@@ -163,7 +160,8 @@ fn pem_key(label: &str, block: &str) -> Result<(DecodingKey, Algorithm), String>
 }
 
 const EXPECTED: &str = "expected public keys (RSA or P-256) in PEM, or a JWKS";
-const MAX_FILE: u64 = 1 << 20;
+/// Bytes.
+const MAX_FILE: usize = 1 << 20;
 const MAX_KEYS: usize = 32;
 /// How often the file is looked at.
 const LOOK: Duration = Duration::from_secs(10);

@@ -3,7 +3,6 @@
 //! Must never send a token over a connection whose server was not verified, unless the address says `http://`.
 
 use std::fmt;
-use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -23,6 +22,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::pem;
 use super::tls::{ALPN_H2, provider};
+use crate::files::{read_small, read_small_text};
 
 /// Where a service of the control plane is, and how we and it prove who we are.
 #[derive(Debug, Clone)]
@@ -130,10 +130,10 @@ impl ControlPlane {
         };
         let text = match &self.roots {
             RootSource::Pem(text) => text.clone().into_bytes(),
-            RootSource::File(path) => fs::read(path).map_err(|e| fail(e.to_string()))?,
+            RootSource::File(path) => read_small(path, MAX_ROOTS).map_err(|e| fail(e.to_string()))?,
             RootSource::System => {
                 let path = system_bundle().ok_or_else(|| fail(format!("none of {SYSTEM_BUNDLES:?} exists")))?;
-                fs::read(path).map_err(|e| fail(e.to_string()))?
+                read_small(&path, MAX_ROOTS).map_err(|e| fail(e.to_string()))?
             }
         };
         Ok(Roots(Arc::new(pem::certificates(&text).map_err(|e| fail(e.to_string()))?)))
@@ -382,7 +382,7 @@ impl TokenSource {
             Self::Literal(token) => Ok(token.clone()),
             Self::File(path) => {
                 let fail = |reason: String| LinkError::Token { path: path.clone(), reason };
-                let text = fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
+                let text = read_small_text(path, MAX_TOKEN).map_err(|e| fail(e.to_string()))?;
                 let token = text.trim();
                 if token.is_empty() { Err(fail("it is empty".into())) } else { Ok(token.to_owned()) }
             }
@@ -479,6 +479,10 @@ const SYSTEM_BUNDLES: [&str; 4] = [
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 ];
+/// Bytes. A machine's bundle has some 200 KB.
+const MAX_ROOTS: usize = 4 << 20;
+/// Bytes; more does not go into a header.
+const MAX_TOKEN: usize = 64 << 10;
 /// The first answer of discovery can be many megabytes.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 2 << 20;

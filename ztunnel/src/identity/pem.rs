@@ -33,11 +33,18 @@ pub fn certificates(text: &[u8]) -> Result<Vec<CertificateDer<'static>>, PemErro
 /// reader would see the first half only.
 fn split_joined_blocks(text: &[u8]) -> Cow<'_, [u8]> {
     const JOINT: &[u8] = b"----------BEGIN ";
-    let Some(at) = text.windows(JOINT.len()).position(|window| window == JOINT) else { return text.into() };
-    let (first, rest) = text.split_at(at + b"-----".len());
-    let mut whole = first.to_vec();
-    whole.push(b'\n');
-    whole.extend_from_slice(&split_joined_blocks(rest));
+    let next = |rest: &[u8]| rest.windows(JOINT.len()).position(|window| window == JOINT);
+    let (mut whole, mut rest) = (Vec::new(), text);
+    while let Some(at) = next(rest) {
+        let (first, second) = rest.split_at(at + b"-----".len());
+        whole.extend_from_slice(first);
+        whole.push(b'\n');
+        rest = second;
+    }
+    if whole.is_empty() {
+        return text.into();
+    }
+    whole.extend_from_slice(rest);
     whole.into()
 }
 
@@ -67,5 +74,6 @@ mod tests {
         assert!(matches!(certificates(garbage), Err(PemError::Broken { number: 1, .. })));
         let cut = TestCa::new("cut").root_pem().replace("-----END CERTIFICATE-----", "");
         assert!(matches!(certificates(cut.as_bytes()), Err(PemError::Broken { number: 1, .. })));
+        assert!(certificates(&b"----------BEGIN ".repeat(200_000)).is_err());
     }
 }

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::files::read_small_text;
+
 /// The content of `<status folder>/<pod uid>.yaml`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodStatus {
@@ -96,7 +98,7 @@ impl StatusFolder {
             if !is_uid(&uid) {
                 return None;
             }
-            let status: PodStatus = serde_yaml_ng::from_str(&std::fs::read_to_string(&path).ok()?).ok()?;
+            let status: PodStatus = serde_yaml_ng::from_str(&read_small_text(&path, MAX_FILE).ok()?).ok()?;
             (status.pod.uid == uid && status.node == node).then_some(status)
         };
         Ok(entries.filter_map(|entry| read(entry.ok()?.path())).collect())
@@ -111,6 +113,9 @@ impl StatusFolder {
 pub(super) fn is_uid(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-')
 }
+
+/// Bytes of a status.
+const MAX_FILE: usize = 64 << 10;
 
 fn io_error(file: &Path, step: &'static str, source: io::Error) -> StatusError {
     StatusError::Io { file: file.to_owned(), step, source }

@@ -129,18 +129,37 @@ pub fn id_of(dir: &Path) -> io::Result<u64> {
     Ok(std::fs::metadata(dir)?.ino())
 }
 
-/// The directory under `root` with this number, if there is one.
-pub fn find_by_id(root: &Path, id: u64) -> Option<PathBuf> {
+/// The directory under `root` with this number, if there is one. Those that vanish meanwhile are passed over; what
+/// cannot be looked at for another reason is an error.
+pub fn find_by_id(root: &Path, id: u64) -> io::Result<Option<PathBuf>> {
     let mut waiting = vec![root.to_owned()];
     while let Some(dir) = waiting.pop() {
-        if id_of(&dir).is_ok_and(|found| found == id) {
-            return Some(dir);
+        let mut look = || -> io::Result<bool> {
+            if id_of(&dir)? == id {
+                return Ok(true);
+            }
+            for entry in std::fs::read_dir(&dir)? {
+                let entry = entry?;
+                if entry.file_type()?.is_dir() {
+                    waiting.push(entry.path());
+                }
+            }
+            Ok(false)
+        };
+        if unless_gone(look())? == Some(true) {
+            return Ok(Some(dir));
         }
-        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
-        let folders = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-        waiting.extend(folders.map(|entry| entry.path()));
     }
-    None
+    Ok(None)
+}
+
+/// What was read of something that may end at any time: nothing if it has.
+pub fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::ENODEV)) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// `unified` seen from `root`, or `None` if it is elsewhere.
@@ -309,8 +328,8 @@ mod tests {
     #[test]
     fn this_machines_root_is_found_with_its_number() {
         let root = CgroupRoot::find(None).unwrap();
-        assert_eq!(find_by_id(&root.dir, id_of(&root.dir).unwrap()), Some(root.dir.clone()));
-        assert_eq!(find_by_id(&root.dir, 0), None);
+        assert_eq!(find_by_id(&root.dir, id_of(&root.dir).unwrap()).unwrap(), Some(root.dir.clone()));
+        assert_eq!(find_by_id(&root.dir, 0).unwrap(), None);
         assert!(matches!(CgroupRoot::find(Some(Path::new("/tmp"))), Err(CgroupError::NotCgroup2(_))));
     }
 }

@@ -3,12 +3,12 @@
 //! Must never exempt a cgroup that anything else than a proxy runs in, and never go by a mark or an address, which a
 //! pod can set for itself.
 
-use std::path::Path;
+use std::io;
 use std::sync::Arc;
 
 use tracing::{info, warn};
 
-use super::cgroups::{self, CgroupRoot, Place};
+use super::cgroups::{self, CgroupRoot, Place, unless_gone};
 use super::kernel::Kernel;
 use crate::zds::Peer;
 
@@ -51,8 +51,14 @@ impl Exemptions {
             Err(error) => return warn!(%error, "cannot read which cgroups are exempt"),
         };
         for id in exempted {
-            if cgroups::find_by_id(&self.root.dir, id).is_some_and(|dir| is_populated(&dir)) {
-                continue;
+            match self.is_over(id) {
+                Ok(false) => continue,
+                Ok(true) => {}
+                // Without its exemption a proxy's own dials would come back to it.
+                Err(error) => {
+                    warn!(cgroup = id, %error, "cannot see whether anything runs in an exempt cgroup: it stays exempt");
+                    continue;
+                }
             }
             match self.kernel.unexempt(id) {
                 Ok(()) => info!(cgroup = id, "the cgroup of a former proxy is no longer exempt"),
@@ -60,8 +66,10 @@ impl Exemptions {
             }
         }
     }
-}
 
-fn is_populated(dir: &Path) -> bool {
-    std::fs::read_to_string(dir.join("cgroup.procs")).is_ok_and(|text| !text.trim().is_empty())
+    fn is_over(&self, id: u64) -> io::Result<bool> {
+        let Some(dir) = cgroups::find_by_id(&self.root.dir, id)? else { return Ok(true) };
+        let processes = unless_gone(std::fs::read_to_string(dir.join("cgroup.procs")))?;
+        Ok(processes.is_none_or(|text| text.trim().is_empty()))
+    }
 }

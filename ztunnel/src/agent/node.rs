@@ -140,14 +140,15 @@ impl NodeTask {
 
     /// Removes what is left of pods that are gone.
     async fn sweep(&mut self) {
-        if let Err(error) = self.sweep_kernel() {
-            warn!(%error, "what is left of former pods could not be removed");
-        }
-        // A version with other map layouts captures its pods until all of them are ours.
-        if self.context.metrics.all_settled(self.wishes.len())
-            && let Err(error) = self.context.kernel.remove_other_versions()
-        {
-            warn!(%error, "the pins of other versions could not be removed");
+        // While a pod is on its way, what the kernel knows and no record tells of may be that pod's: its record may be
+        // lost, and without capture it would speak in the clear. Another version captures its pods until they are ours.
+        if self.context.metrics.all_settled(self.wishes.len()) {
+            if let Err(error) = self.sweep_kernel() {
+                warn!(%error, "what is left of former pods could not be removed");
+            }
+            if let Err(error) = self.context.kernel.remove_other_versions() {
+                warn!(%error, "the pins of other versions could not be removed");
+            }
         }
         self.sweep_status();
         self.context.proxies.sweep_exemptions();

@@ -235,7 +235,8 @@ impl PodTask {
     /// Whether the pod's processes are in another namespace, or its addresses are others, than what is held.
     async fn has_moved(&self, facts: &PodFacts) -> bool {
         let Some(held) = self.stage.held() else { return false };
-        if held.record.addresses != facts.addresses {
+        // An object that tells no address is no news of one.
+        if !facts.addresses.is_empty() && held.record.addresses != facts.addresses {
             return true;
         }
         let scan = self.context.scanner.within(SCAN_AGE).await;

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::cgroups::Place;
+use super::cgroups::{Place, unless_gone};
 use crate::capture::netns::{Netns, NetnsId};
 use crate::capture::pod_network;
 
@@ -45,13 +45,14 @@ pub enum FindError {
 }
 
 impl Scan {
-    /// Reads the processes below `proc`. Those that end meanwhile are left out.
+    /// Reads the processes below `proc`. Those that end meanwhile are left out; what cannot be read for want of
+    /// descriptors or memory is an error, for a process that is not seen is not one that is not there.
     pub fn take(proc: &Path) -> io::Result<Scan> {
         let mut scan = Scan::default();
         for entry in std::fs::read_dir(proc)? {
-            let Ok(entry) = entry else { continue };
+            let Some(entry) = unless_gone(entry)? else { continue };
             let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-            if let Some((uid, process)) = look_at(&entry.path(), pid) {
+            if let Some((uid, process)) = look_at(&entry.path(), pid)? {
                 scan.pods.entry(uid).or_default().push(process);
             }
         }
@@ -91,7 +92,7 @@ pub async fn open(process: &Process, addresses: &[IpAddr]) -> Result<Netns, Find
         _ => FindError::Open { pid, source },
     })?;
     // The number may have passed to another process between the scan and now.
-    let still = look_at(Path::new(&format!("/proc/{pid}")), pid);
+    let still = look_at(Path::new(&format!("/proc/{pid}")), pid).map_err(|source| FindError::Open { pid, source })?;
     if netns.id() != process.netns || still.is_none_or(|(_, now)| now.started != process.started) {
         return Err(FindError::Vanished { pid });
     }
@@ -107,13 +108,28 @@ async fn require_address(netns: &Netns, addresses: &[IpAddr], pid: i32) -> Resul
     Err(FindError::Addresses { pid, expected: addresses.to_vec(), found })
 }
 
-fn look_at(dir: &Path, pid: i32) -> Option<(String, Process)> {
-    let place = Place::parse(&std::fs::read_to_string(dir.join("cgroup")).ok()?);
-    let uid = place.pod.as_ref()?.uid.clone();
-    let started = start_time(&std::fs::read_to_string(dir.join("stat")).ok()?)?;
-    let netns = std::fs::metadata(dir.join("ns/net")).ok()?;
+/// A pod's process; nothing if it is none, is gone, or is kept from us.
+fn look_at(dir: &Path, pid: i32) -> io::Result<Option<(String, Process)>> {
+    let Some(place) = seen(read_lossy(&dir.join("cgroup")))? else { return Ok(None) };
+    let place = Place::parse(&place);
+    let Some(uid) = place.pod.as_ref().map(|pod| pod.uid.clone()) else { return Ok(None) };
+    let Some(stat) = seen(read_lossy(&dir.join("stat")))? else { return Ok(None) };
+    let Some(started) = start_time(&stat) else { return Ok(None) };
+    let Some(netns) = seen(std::fs::metadata(dir.join("ns/net")))? else { return Ok(None) };
     let netns = NetnsId { dev: netns.dev(), ino: netns.ino() };
-    Some((uid, Process { pid, started, netns, place }))
+    Ok(Some((uid, Process { pid, started, netns, place })))
+}
+
+fn seen<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match unless_gone(read) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        other => other,
+    }
+}
+
+/// A process may give itself, and its cgroups, any name.
+fn read_lossy(path: &Path) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned())
 }
 
 /// Field 22 of `/proc/<pid>/stat`; the second, in parentheses, may hold anything.
@@ -164,6 +180,41 @@ mod tests {
         let scan = Scan::take(Path::new("/proc")).unwrap();
         let own = std::process::id() as i32;
         assert!(scan.pods.values().flatten().all(|process| process.pid != own));
+    }
+
+    /// A folder in the place of /proc with one process of a pod.
+    fn played(test: &str) -> std::path::PathBuf {
+        let dir = std::env::temp_dir().join(format!("understory-proc-{test}-{}", std::process::id()));
+        std::fs::create_dir_all(dir.join("77/ns")).unwrap();
+        let cgroup = "0::/kubepods/burstable/pod0b0a7a3a-9a5a-4c3f-8a53-1f4be5d8a111/c\n";
+        std::fs::write(dir.join("77/cgroup"), cgroup).unwrap();
+        std::fs::write(dir.join("77/stat"), "77 (a) S 1 77 77 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4242 0 0").unwrap();
+        std::fs::write(dir.join("77/ns/net"), "").unwrap();
+        dir
+    }
+
+    #[test]
+    fn no_name_hides_a_process() {
+        let dir = played("name");
+        let stat = b"77 (\xff\xfe) ) S 1 77 77 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4242 0 0";
+        std::fs::write(dir.join("77/stat"), stat).unwrap();
+        let cgroup = b"0::/kubepods/burstable/pod0b0a7a3a-9a5a-4c3f-8a53-1f4be5d8a111/\xff\n";
+        std::fs::write(dir.join("77/cgroup"), cgroup).unwrap();
+        let scan = Scan::take(&dir).unwrap();
+        assert_eq!(scan.processes("0b0a7a3a-9a5a-4c3f-8a53-1f4be5d8a111")[0].started, 4242);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_left_out_and_one_that_cannot_be_read_makes_no_scan() {
+        let dir = played("read");
+        std::fs::create_dir_all(dir.join("78")).unwrap();
+        assert_eq!(Scan::take(&dir).unwrap().pods.len(), 1);
+        std::fs::remove_file(dir.join("77/stat")).unwrap();
+        // As good as any other error of reading.
+        std::fs::create_dir_all(dir.join("77/stat")).unwrap();
+        assert!(Scan::take(&dir).is_err());
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 
     /// A pod paired with another pod's namespace would get its identity.

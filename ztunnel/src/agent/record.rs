@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::capture::pod_network::Before;
+use crate::files::read_small_text;
 
 /// What was done to a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,8 +56,9 @@ impl Records {
         &self.boot
     }
 
-    /// All records of this boot; what an earlier one did went with it. A file that cannot be read is left out with a warning: what it described is found again
-    /// by the sweep.
+    /// All records of this boot; what an earlier one did went with it. A file that holds no record is left out with a
+    /// warning: what it described is found again by the sweep. One that cannot be read now, as without descriptors, is
+    /// an error: a record that is not seen is not one that is not there.
     pub fn all(&self) -> Result<Vec<Record>, RecordError> {
         let mut records = Vec::new();
         for entry in std::fs::read_dir(&self.dir).map_err(failed("list", &self.dir))? {
@@ -64,11 +66,16 @@ impl Records {
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
-            let text = std::fs::read_to_string(&path);
-            match text.and_then(|text| serde_json::from_str::<Record>(&text).map_err(io::Error::other)) {
+            let text = read_small_text(&path, MAX_FILE);
+            match text.and_then(|text| Ok(serde_json::from_str::<Record>(&text)?)) {
                 Ok(record) if record.boot == self.boot => records.push(record),
                 Ok(record) => self.remove(&record.uid)?,
-                Err(error) => tracing::warn!(file = %path.display(), %error, "a pod's record cannot be read"),
+                // Removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof) => {
+                    tracing::warn!(file = %path.display(), %error, "a file in the place of a pod's record holds none");
+                }
+                Err(error) => return Err(failed("read", &path)(error)),
             }
         }
         Ok(records)
@@ -97,6 +104,9 @@ impl Records {
         self.dir.join(format!("{safe}.json"))
     }
 }
+
+/// Bytes of a record.
+const MAX_FILE: usize = 64 << 10;
 
 fn failed<'a>(step: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RecordError + 'a {
     move |source| RecordError { step, path: path.to_owned(), source }

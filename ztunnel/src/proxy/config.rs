@@ -349,7 +349,8 @@ pub struct TelemetrySettings {
     /// Shape of log lines.
     #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", value_enum, default_value = "plain")]
     pub log_format: Format,
-    /// Log levels: a level, or directives such as info,access=debug.
+    /// Log levels: a level, or directives such as info,access=debug. The libraries h2, hyper and rustls speak only
+    /// where they are named.
     #[arg(long, env = "RUST_LOG", value_name = "RUST_LOG", default_value = "info")]
     #[serde(serialize_with = "values::display")]
     pub log_levels: Levels,

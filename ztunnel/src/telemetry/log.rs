@@ -61,8 +61,9 @@ pub struct Logging {
 }
 
 impl Levels {
+    /// The libraries that read what peers send speak only where they are named.
     pub fn parse(text: &str) -> Result<Self, ParseLevelsError> {
-        let mut targets = Targets::new();
+        let mut targets = Targets::new().with_targets(WIRE.map(|library| (library, LevelFilter::OFF)));
         for directive in text.split(',') {
             let directive = directive.trim();
             let wrong = || ParseLevelsError { directive: directive.chars().take(128).collect() };
@@ -261,6 +262,9 @@ fn is_message(field: &Field) -> bool {
 }
 
 const OWN_CRATE: &str = "ztunnel::";
+/// Their lines are about single frames, so that a peer could fill the log with them, also at `warn`. What goes wrong
+/// is told by our own lines.
+const WIRE: [&str; 3] = ["h2", "hyper", "rustls"];
 
 #[cfg(test)]
 pub(crate) mod tests;

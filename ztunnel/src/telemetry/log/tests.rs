@@ -55,6 +55,19 @@ fn a_plain_line_has_tabs_between_columns_and_quotes_around_texts() {
 }
 
 #[test]
+fn libraries_that_read_what_peers_send_speak_only_where_they_are_named() {
+    let frames = |_: &Logging| {
+        for _ in 0..3 {
+            event!(target: "h2::proto::ping_pong", Level::WARN, "a frame that nobody expected");
+        }
+    };
+    assert_eq!(lines_of(Format::Plain, "info", frames).len(), 0);
+    assert_eq!(lines_of(Format::Plain, "trace", frames).len(), 0);
+    assert_eq!(lines_of(Format::Plain, "info,h2=warn", frames).len(), 3);
+    assert_eq!(lines_of(Format::Plain, "h2::proto=debug,info", frames).len(), 3);
+}
+
+#[test]
 fn a_json_line_has_the_fields_at_top_level() {
     let lines = lines_of(Format::Json, "info", |_| one_event());
     let line: serde_json::Value = serde_json::from_str(&lines[0]).unwrap();

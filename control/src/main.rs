@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use control::serve::Control;
 use control::settings::{Cli, Command, ServeArgs};
-use ztunnel::lifecycle::Shutdown;
+use ztunnel::lifecycle::{Shutdown, raise_descriptor_limit};
 use ztunnel::telemetry::log::Logging;
 
 fn main() -> ExitCode {
@@ -23,6 +23,7 @@ fn main() -> ExitCode {
 
 fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let logging = Logging::start(args.log_format, args.log_levels.clone(), LOG_QUEUE)?;
+    raise_descriptor_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(WORKERS).enable_all().build()?;
     let result = runtime.block_on(async {
         let shutdown = Shutdown::new();

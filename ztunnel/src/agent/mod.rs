@@ -42,7 +42,7 @@ pub use probe::ProbeArgs;
 use crate::capture::listeners::ListenerPorts;
 use crate::capture::netns::Netns;
 use crate::capture::programs::{CaptureConfig, CaptureError};
-use crate::lifecycle::Readiness;
+use crate::lifecycle::{Readiness, raise_descriptor_limit};
 use crate::manifests::{self, Folders, StatusError, StatusFolder, WatchError};
 use crate::telemetry::http::{self, Response, Router};
 use crate::telemetry::log::Logging;
@@ -100,6 +100,7 @@ pub fn main(args: AgentArgs) -> Result<(), AgentError> {
             let (format, levels) = (args.run.log_format, args.run.log_levels.clone());
             let config = args.run.check()?;
             let logging = Logging::start(format, levels, LOG_QUEUE).map_err(failed("start the log"))?;
+            raise_descriptor_limit();
             let result = runtime()?.block_on(async {
                 let stop = stop_signal().map_err(failed("listen for signals"))?;
                 run(config, stop).await

@@ -2,10 +2,12 @@
 //!
 //! Must never say ready while something that traffic needs is missing.
 
+mod limits;
 mod readiness;
 mod shutdown;
 mod watchdog;
 
+pub use limits::raise_descriptor_limit;
 pub use readiness::{Pending, Readiness};
 pub use shutdown::{Drained, Shutdown, Work};
 pub use watchdog::{Beat, Watchdog};

@@ -14,7 +14,7 @@ use crate::identity::{
     CaClient, CaClientSettings, ControlPlane, ControlPlaneAddress, RootSource, Store, StoreSettings, TokenSource,
     TrustSettings,
 };
-use crate::lifecycle::{Readiness, Shutdown, Watchdog};
+use crate::lifecycle::{Readiness, Shutdown, Watchdog, raise_descriptor_limit};
 use crate::mesh::{Mesh, TunnelProtocol};
 use crate::telemetry::Telemetry;
 use crate::telemetry::admin::{admin_pages, readiness_pages};
@@ -39,6 +39,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
     let failed = |step| move |source| ProxyError::Io { step, source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(failed("start the runtime"))?;
+    raise_descriptor_limit();
     runtime.block_on(async {
         let limits = config.limits;
         let readiness = Readiness::new();

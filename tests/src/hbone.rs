@@ -244,3 +244,102 @@ impl ServerCertVerifier for AnyServer {
         self.0.signature_verification_algorithms.supported_schemes()
     }
 }
+
+/// A tunnel on which a test writes HTTP/2 frames by hand.
+#[derive(Debug)]
+pub struct RawTunnel {
+    tls: rustls::StreamOwned<rustls::ClientConnection, TcpStream>,
+}
+
+/// Types of HTTP/2 frames (RFC 9113 §6).
+pub mod frame {
+    pub const DATA: u8 = 0;
+    pub const HEADERS: u8 = 1;
+    pub const RST_STREAM: u8 = 3;
+    pub const SETTINGS: u8 = 4;
+    pub const PING: u8 = 6;
+    pub const GOAWAY: u8 = 7;
+    pub const WINDOW_UPDATE: u8 = 8;
+    pub const CONTINUATION: u8 = 9;
+}
+
+impl RawTunnel {
+    /// Opens a tunnel with a good handshake and sends the HTTP/2 preface with these settings (id, value).
+    pub fn open(from: &Place, to: SocketAddr, leaf: &Leaf, settings: &[(u16, u32)]) -> io::Result<Self> {
+        let stream = from.connect(to)?;
+        let name = ServerName::try_from("hbone.test").expect("a name");
+        let tls = rustls::ClientConnection::new(config(Some(leaf)), name).map_err(io::Error::other)?;
+        let mut this = Self { tls: rustls::StreamOwned::new(tls, stream) };
+        this.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")?;
+        let mut payload = Vec::new();
+        for (id, value) in settings {
+            payload.extend_from_slice(&id.to_be_bytes());
+            payload.extend_from_slice(&value.to_be_bytes());
+        }
+        this.frame(frame::SETTINGS, 0, 0, &payload)?;
+        Ok(this)
+    }
+
+    /// Sends one frame.
+    pub fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> io::Result<()> {
+        self.write(&frame_bytes(kind, flags, stream, payload))
+    }
+
+    /// Sends a CONNECT with this authority, to be ended by the caller.
+    pub fn connect(&mut self, stream: u32, authority: &str) -> io::Result<()> {
+        self.frame(frame::HEADERS, END_HEADERS, stream, &connect_block(authority))
+    }
+
+    /// Sends bytes as they are.
+    pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        use std::io::Write;
+        self.tls.write_all(bytes)?;
+        self.tls.flush()
+    }
+
+    /// The next frame: type, flags, stream, payload.
+    pub fn read(&mut self) -> io::Result<(u8, u8, u32, Vec<u8>)> {
+        use std::io::Read;
+        let mut head = [0; 9];
+        self.tls.read_exact(&mut head)?;
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        self.tls.read_exact(&mut payload)?;
+        Ok((head[3], head[4], u32::from_be_bytes([head[5], head[6], head[7], head[8]]), payload))
+    }
+
+    /// Reads frames of a type away until one fits.
+    pub fn read_until(&mut self, kind: u8) -> io::Result<(u8, u8, u32, Vec<u8>)> {
+        loop {
+            let frame = self.read()?;
+            if frame.0 == kind {
+                return Ok(frame);
+            }
+        }
+    }
+
+    pub fn socket(&self) -> &TcpStream {
+        self.tls.get_ref()
+    }
+}
+
+/// An HTTP/2 frame as it goes on the wire.
+pub fn frame_bytes(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = (payload.len() as u32).to_be_bytes();
+    let mut bytes = vec![length[1], length[2], length[3], kind, flags];
+    bytes.extend_from_slice(&stream.to_be_bytes());
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+/// A CONNECT's header block: literals without indexing (RFC 7541 §6.2.2), with names of the static table.
+pub fn connect_block(authority: &str) -> Vec<u8> {
+    let mut block = vec![0x02, 7];
+    block.extend_from_slice(b"CONNECT");
+    block.push(0x01);
+    block.push(u8::try_from(authority.len()).ok().filter(|n| *n < 127).expect("a short authority"));
+    block.extend_from_slice(authority.as_bytes());
+    block
+}
+
+/// Flag of HEADERS and CONTINUATION.
+pub const END_HEADERS: u8 = 4;

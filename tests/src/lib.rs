@@ -76,7 +76,9 @@ pub use cluster::{
 };
 pub use daemon::{Daemon, LogMark, describe};
 pub use envoy::Envoy;
-pub use hbone::{Begun, Connected, HboneClient, TunnelError};
+pub use hbone::{
+    Begun, Connected, END_HEADERS, HboneClient, RawTunnel, TunnelError, connect_block, frame, frame_bytes,
+};
 pub use http::Response;
 pub use mesh::{AccessLine, Mesh, MeshOptions, NodeMesh, SYSTEM_NAMESPACE, workload_of};
 pub use metrics::{Metrics, Sample};

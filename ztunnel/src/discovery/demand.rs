@@ -83,7 +83,13 @@ impl Key {
 
 impl Demand {
     /// The answer to a key, which is asked for unless there is one; one that says absent is good for `absent_for`.
-    pub fn want(&self, key: &Key, absent_for: Duration) -> Result<watch::Receiver<Answer>, Full> {
+    /// `is_known` looks into the model: the answer may have come since the caller has looked.
+    pub fn want(
+        &self,
+        key: &Key,
+        absent_for: Duration,
+        is_known: impl FnOnce() -> bool,
+    ) -> Result<watch::Receiver<Answer>, Full> {
         if let Some(entry) = self.entries.load().get(key) {
             entry.touch();
             if entry.is_good(absent_for) {
@@ -96,17 +102,22 @@ impl Demand {
         if let Some(entry) = found.iter().find(|e| e.is_good(absent_for)) {
             return Ok(entry.answer.subscribe());
         }
-        if work.pending.len() >= MAX_PENDING {
+        let is_known = is_known();
+        if !is_known && work.pending.len() >= MAX_PENDING {
             return Err(Full);
         }
+        let answer = if is_known { Answer::Known } else { Answer::Pending };
         let entry = match found {
             Some(entry) => entry,
             None => {
                 self.make_room(&mut work)?;
-                self.insert(key, Answer::Pending)
+                self.insert(key, answer.clone())
             }
         };
-        entry.answer.send_replace(Answer::Pending);
+        entry.answer.send_replace(answer);
+        if is_known {
+            return Ok(entry.answer.subscribe());
+        }
         let watched = entry.answer.subscribe();
         let wire = key.wire();
         work.pending.insert(wire.clone(), (key.clone(), now));
@@ -292,22 +303,22 @@ mod tests {
         let mesh = crate::mesh::Mesh::new("n");
         let mut full = false;
         for index in 0..MAX_NAMES {
-            full |= demand.want(&name(index), DAY).is_err();
+            full |= demand.want(&name(index), DAY, || false).is_err();
             demand.applied(&mesh.load(), [(index.to_string().as_str(), None)].into_iter());
         }
         assert!(!full && demand.counts() == (MAX_NAMES, 0));
-        assert!(demand.want(&name(MAX_NAMES), DAY).is_err());
+        assert!(demand.want(&name(MAX_NAMES), DAY, || false).is_err());
         demand.touch(&name(MAX_NAMES));
         assert_eq!(demand.counts().0, MAX_NAMES);
-        assert!(demand.want(&name(7), DAY).is_ok());
+        assert!(demand.want(&name(7), DAY, || false).is_ok());
     }
 
     #[test]
     fn only_so_many_names_wait_for_an_answer() {
         let demand = Demand::default();
-        assert!((0..MAX_PENDING).all(|index| demand.want(&name(index), DAY).is_ok()));
-        assert!(demand.want(&name(MAX_PENDING), DAY).is_err());
-        assert!(demand.want(&name(0), DAY).is_ok(), "it is asked for already");
+        assert!((0..MAX_PENDING).all(|index| demand.want(&name(index), DAY, || false).is_ok()));
+        assert!(demand.want(&name(MAX_PENDING), DAY, || false).is_err());
+        assert!(demand.want(&name(0), DAY, || false).is_ok(), "it is asked for already");
         assert_eq!(demand.take_to_ask().0.len(), MAX_PENDING);
     }
 }

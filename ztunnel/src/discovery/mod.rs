@@ -192,7 +192,7 @@ impl Discovery {
             (true, true) => inside,
             (true, false) => Duration::ZERO,
         };
-        let mut answer = match self.demand.want(key, absent_for) {
+        let mut answer = match self.demand.want(key, absent_for, || self.has(key)) {
             Ok(answer) => answer,
             Err(Full) => {
                 return Need::Unreachable(format!("too many destinations are being asked for, {} too", key.wire()));

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use proptest::prelude::*;
 
 use super::*;
-use crate::proto::workload as wire;
+use crate::proto::{security, workload as wire};
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
@@ -160,6 +160,10 @@ enum Change {
     Service(u8),
     Remove(u8),
     RemoveService(u8),
+    /// Name, scope and namespace, action.
+    Policy(u8, i32, i32),
+    RemovePolicy(u8),
+    Complete,
 }
 
 fn changes() -> impl Strategy<Value = Vec<Change>> {
@@ -168,6 +172,9 @@ fn changes() -> impl Strategy<Value = Vec<Change>> {
         (0u8..3).prop_map(Change::Service),
         (0u8..6).prop_map(Change::Remove),
         (0u8..3).prop_map(Change::RemoveService),
+        (0u8..5, 0i32..3, 0i32..2).prop_map(|(p, scope, action)| Change::Policy(p, scope, action)),
+        (0u8..5).prop_map(Change::RemovePolicy),
+        Just(Change::Complete),
     ];
     proptest::collection::vec(change, 0..40)
 }
@@ -177,7 +184,8 @@ fn apply(mesh: &Mesh, change: &Change) {
         Change::Workload(w, a, s) => {
             let key = s.map(|s| format!("ns{s}/cart.svc"));
             let services: Vec<_> = key.iter().map(|k| (k.as_str(), 0)).collect();
-            let wire = pod(&format!("w{w}"), &format!("10.0.0.{a}"), &services);
+            let mut wire = pod(&format!("w{w}"), &format!("10.0.0.{a}"), &services);
+            wire.authorization_policies = s.iter().map(|s| format!("shop/p{s}")).collect();
             let workload = convert_workload(&wire, u.strings()).unwrap();
             u.workload(workload);
         }
@@ -191,6 +199,20 @@ fn apply(mesh: &Mesh, change: &Change) {
         Change::RemoveService(s) => {
             u.remove_address(&format!("ns{s}/cart.svc"));
         }
+        Change::Policy(p, scope, action) => {
+            let policy = security::Authorization {
+                name: format!("p{p}"),
+                namespace: if p % 2 == 0 { "shop" } else { "other" }.into(),
+                scope: *scope,
+                action: *action,
+                ..Default::default()
+            };
+            u.policy(crate::policy::convert(&policy.into()).unwrap());
+        }
+        Change::RemovePolicy(p) => {
+            u.remove_policy(&format!("{}/p{p}", if p % 2 == 0 { "shop" } else { "other" }));
+        }
+        Change::Complete => u.policies_complete(),
     });
 }
 
@@ -212,6 +234,10 @@ fn view(mesh: &Mesh) -> String {
     let mut names: Vec<_> = s.local_workloads().map(|w| w.name.to_string()).collect();
     names.sort();
     lines.push(format!("{names:?}"));
+    for w in 0..6 {
+        let local = s.local("shop", &format!("w{w}"), "default");
+        lines.push(format!("{w}: {:?}", local.map(|local| &local.policies)));
+    }
     lines.join("\n")
 }
 
@@ -227,6 +253,8 @@ proptest! {
         rebuilt.update(|u| {
             for w in old.workloads() { u.workload((**w).clone()); }
             for s in old.services() { u.service((**s).clone()); }
+            for p in old.policies().iter() { u.policy((**p).clone()); }
+            if old.policies().is_complete() { u.policies_complete(); }
         });
         prop_assert_eq!(view(&mesh), view(&rebuilt));
     }

@@ -13,13 +13,14 @@ use http::{Method, Request, StatusCode};
 use tokio::net::TcpStream;
 
 use super::finish::carry;
+use super::judge::judge;
 use super::relay::{Resetting, Side, TunnelRelay};
 use super::state::{OpenConnection, Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TlsError, TunnelError};
 use crate::identity::{Identity, describe_tls_error, peer_identity};
 use crate::mesh::{NetworkAddress, Workload};
-use crate::policy::{self, Decision, evaluate};
+use crate::policy;
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
 
 /// What all streams of a tunnel have in common.
@@ -247,46 +248,6 @@ fn own_port_of(tunnel: &Tunnel, host: &str, port: u16) -> Result<u16, Refusal> {
     let general = service.ports.iter().find(|p| p.service_port == port).map(|p| p.target_port);
     let target = own.filter(|p| *p != 0).or(general).filter(|p| *p != 0);
     target.ok_or_else(|| refuse(format!("{host} has no port {port} here")))
-}
-
-/// Whether the policies let a connection to the pod pass; the workload's record is the present one. What they need and
-/// has not come yet is waited for, within a bound.
-pub async fn judge(worker: &Worker, pod: &Pod, connection: &policy::Connection, flow: &Flow) -> Result<(), Failure> {
-    let shared = &worker.shared;
-    let decide = || {
-        let mesh = shared.mesh.load();
-        let own = mesh.local(&pod.namespace, &pod.name, &pod.service_account)?;
-        Some(evaluate(&own.policies, connection))
-    };
-    let is_open = |decision: &Option<Decision>| decision.as_ref().is_none_or(|d| d.verdict.is_undecided());
-    let mut decision = decide();
-    let mut waited = String::new();
-    if is_open(&decision) {
-        let limit = shared.config.timeouts.policy;
-        let mut changes = shared.mesh.changes();
-        let settled = async {
-            loop {
-                decision = decide();
-                if !is_open(&decision) {
-                    return;
-                }
-                // The mesh lives as long as we do.
-                let _ = changes.changed().await;
-            }
-        };
-        if tokio::time::timeout(limit, settled).await.is_err() {
-            waited = format!(" (waited {limit:?})");
-        }
-    }
-    let Some(decision) = decision else {
-        let text = format!("denied: the pod's own record is gone{waited}");
-        return Err(Failure::new(ResponseFlag::Deny, "policy", text));
-    };
-    shared.telemetry.judged(flow, &decision);
-    match decision.is_allowed() {
-        true => Ok(()),
-        false => Err(Failure::new(ResponseFlag::Deny, "policy", format!("{}{waited}", decision.verdict))),
-    }
 }
 
 /// Reaches the app with the client's address. A pod that calls itself keeps its own.

@@ -4,6 +4,7 @@ pub mod config;
 mod dump;
 mod finish;
 mod inbound;
+mod judge;
 mod metrics;
 mod outbound;
 mod plaintext;

@@ -10,7 +10,8 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use super::finish::carry;
-use super::inbound::{ILLEGAL_PORTS, dial, judge};
+use super::inbound::{ILLEGAL_PORTS, dial};
+use super::judge::judge;
 use super::relay::{PlainRelay, Resetting};
 use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};

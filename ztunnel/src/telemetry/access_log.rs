@@ -186,8 +186,8 @@ macro_rules! report {
             dst.addr = %flow.dst,
             dst.workload = fields.dst.workload,
             dst.namespace = fields.dst.namespace,
-            verdict = %decision.verdict,
-            dry_run = decision.dry_run.as_ref().map(tracing::field::display),
+            verdict = decision.verdict.to_string(),
+            dry_run = decision.dry_run.as_ref().map(ToString::to_string),
             audited = (!audited.is_empty()).then(|| audited.join(", ")),
             audits = (audited.len() < decision.audited.len()).then_some(decision.audited.len()),
             "connection judged"

@@ -8,6 +8,7 @@ use super::super::log::tests::lines_of;
 use super::*;
 use crate::identity::{Identity, TrustDomain};
 use crate::mesh::{Locality, Service, Workload};
+use crate::policy::{RuleRef, Verdict};
 
 fn identity(namespace: &str, account: &str) -> Identity {
     Identity::new(&TrustDomain::default(), namespace, account)
@@ -103,6 +104,11 @@ pub(crate) fn new() -> (Arc<Metrics>, Arc<Telemetry>) {
             access_log::complete(&flow, 0, 0, &Outcome::abandoned());
             access_log::failed(&flow, &failure("policy"));
             access_log::failed(&flow, &failure("dial"));
+            let allowed = || Verdict::Allowed { by: None };
+            let mut decision = Decision { verdict: allowed(), dry_run: Some(allowed()), audited: vec![] };
+            access_log::judged(&flow, &decision);
+            decision.audited.push(RuleRef { policy: "n/p".into(), rule: 0 });
+            access_log::judged(&flow, &decision);
         });
     });
     let metrics = Metrics::new();
@@ -356,4 +362,31 @@ fn opening_is_logged_at_debug_and_the_log_can_be_errors_only() {
     assert!(lines[0].starts_with("debug\taccess\tconnection opened\tsrc.addr="), "{lines:?}");
     assert_eq!(lines.len(), 2);
     assert!(access_lines("info,access=error", one).is_empty());
+}
+
+#[test]
+fn audits_and_dry_runs_that_would_change_something_have_a_line_at_once() {
+    let (metrics, telemetry) = new();
+    let allowed = || Verdict::Allowed { by: None };
+    let by = |policy: &str| RuleRef { policy: policy.into(), rule: 1 };
+    let denied = || Verdict::Denied { by: by("shop/next"), matched: "it matches everything".into() };
+    let lines = |decision: Decision| {
+        lines_of(Format::Plain, "info", |_| telemetry.judged(&hbone(Direction::Inbound), &decision))
+    };
+    assert!(lines(Decision { verdict: allowed(), dry_run: None, audited: vec![] }).is_empty());
+    assert!(lines(Decision { verdict: denied(), dry_run: None, audited: vec![] }).is_empty(), "it has its access line");
+    assert!(lines(Decision { verdict: allowed(), dry_run: Some(allowed()), audited: vec![] }).is_empty());
+    let audited = vec![by("shop/watch")];
+    let text = lines(Decision { verdict: allowed(), dry_run: Some(denied()), audited }).join("\n");
+    for part in [
+        "\tinfo\tpolicy\tconnection judged\tsrc.addr=10.0.0.1:4000 src.workload=\"web-0\"",
+        "src.identity=\"spiffe://cluster.local/ns/shop/sa/web\"",
+        "verdict=\"allowed: no ALLOW policy applies\"",
+        "dry_run=\"denied by shop/next rule 1: it matches everything\"",
+        "audited=\"shop/watch rule 1\"",
+    ] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    let counted: f64 = samples(&metrics, "understory_policy_verdicts_total").iter().map(|sample| sample.1).sum();
+    assert_eq!(counted, 4.0, "one refusal, two dry runs, one audit");
 }

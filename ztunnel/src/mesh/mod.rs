@@ -105,7 +105,9 @@ impl Update<'_> {
     }
 
     pub fn workload(&mut self, workload: Workload) {
-        self.changes.workload(&workload);
+        if self.snapshot.is_local(&workload) {
+            self.changes.workload(&workload);
+        }
         self.snapshot.insert_workload(Arc::new(workload));
     }
 

@@ -157,14 +157,6 @@ impl Snapshot {
         }
     }
 
-    /// What judges connections to the workload, wherever it runs. For pods of this node it is ready.
-    pub fn policies_for(&self, workload: &Workload) -> Arc<PolicySet> {
-        match self.local.get(&workload.namespace).and_then(|pods| pods.get(&workload.name)) {
-            Some(local) if *local.workload == *workload => local.policies.clone(),
-            _ => Arc::new(self.policies.applying(&workload.namespace, &workload.policies)),
-        }
-    }
-
     pub fn workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
         self.workloads.values()
     }
@@ -219,11 +211,15 @@ impl Snapshot {
             let members = Arc::make_mut(self.members.entry(share.service.clone()).or_default());
             super::convert::sorted_insert(members, workload.clone(), |w| w.uid.clone());
         }
-        if !self.node.is_empty() && workload.node == self.node {
+        if self.is_local(&workload) {
             let local = Local { workload: workload.clone(), policies: Arc::default() };
             self.local.entry(workload.namespace.clone()).or_default().insert(workload.name.clone(), local);
         }
         self.workloads.insert(workload.uid.clone(), workload);
+    }
+
+    pub(super) fn is_local(&self, workload: &Workload) -> bool {
+        !self.node.is_empty() && workload.node == self.node
     }
 
     pub(super) fn remove_workload(&mut self, uid: &str) -> Option<Arc<Workload>> {

@@ -100,7 +100,8 @@ impl PolicyIndex {
         Some(policy)
     }
 
-    /// What judges connections to a workload of this namespace that names these policies (xDS §3, Evaluation).
+    /// What judges connections to a workload of this namespace that names these policies (xDS §3, Evaluation). For the
+    /// pods of this node the mesh's snapshot has it ready.
     pub fn applying(&self, namespace: &str, names: &[Arc<str>]) -> PolicySet {
         let scoped = self.global.values().chain(self.by_namespace.get(namespace).into_iter().flat_map(OrdMap::values));
         let mut policies: Vec<&Arc<Policy>> = scoped.collect();

@@ -391,6 +391,20 @@ fn a_refusal_says_which_rule_it_was_and_why() {
 }
 
 #[test]
+fn what_allowed_can_be_said_in_words_too() {
+    let web = principals(&["cluster.local/ns/shop/sa/cart", "cluster.local/ns/shop/sa/web"]);
+    let policy = with_rules(wire::Action::Allow, vec![rule(vec![vec![principals(&["x"])]]), rule(vec![vec![web]])]);
+    let verdict = decide(std::slice::from_ref(&policy), Some(&identity())).verdict;
+    assert_eq!(verdict.to_string(), "allowed by shop/p rule 1");
+    let (Some(key), Some(rule)) = verdict.policy() else { panic!("{verdict} names no rule") };
+    assert_eq!(key, policy.key());
+    assert_eq!(
+        why(&policy, rule, &connection(Some(&identity()))),
+        "principals cluster.local/ns/shop/sa/cart or cluster.local/ns/shop/sa/web matched cluster.local/ns/shop/sa/cart"
+    );
+}
+
+#[test]
 fn the_nearest_miss_is_the_rule_with_the_fewest_fields_that_failed() {
     let ports = |ports: &[u32]| wire::Match { destination_ports: ports.to_vec(), ..Default::default() };
     let far = message(

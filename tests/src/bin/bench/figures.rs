@@ -57,6 +57,7 @@ const MARKS: &[(&str, Mark)] = &[
     ("policy_verdict_ns_1000", Mark::AtMost(1000.0)),
     ("policy_verdict_ns_10000", Mark::AtMost(2000.0)),
     ("policies_10k_mb", Mark::AtMost(20.0)),
+    ("rate_with_20_policies_over_without", Mark::AtLeast(0.97)),
 ];
 
 /// Path and name → unit and one value per round.

@@ -13,6 +13,7 @@ const MB: f64 = 1e6;
 const GB: f64 = 1e9;
 const IDLE_CONNECTIONS: usize = 1000;
 const EXTRA_PODS: usize = 20;
+const POLICIES: usize = 20;
 
 /// Everything but memory, once for each path, the paths by turns.
 pub fn round(bench: &Bench, cli: &Cli, figures: &mut Figures) {
@@ -104,6 +105,24 @@ fn connections(bench: &Bench, cli: &Cli, path: Path, time: Duration, figures: &m
         let lowest = got.by_second.windows(5).map(|five| five.iter().sum::<u64>()).min().unwrap_or(0);
         figures.add(path, "short_conn_per_s", Unit::PerSecond, lowest as f64 / 5.0);
     }
+    if path == Path::Mesh && cli.wants(&["rate_with_20_policies_over_without"]) {
+        with_policies(bench, time, figures);
+    }
+}
+
+/// The rate of connections with twenty policies, the last of which allows the client, over that without.
+fn with_policies(bench: &Bench, time: Duration, figures: &mut Figures) {
+    let rate = || {
+        let job = Job::NewConnections { to: bench.to(Path::Mesh, REQUESTS_PORT), at_once: 16, time };
+        let (got, _) = run(bench, Path::Mesh, &job);
+        got.count as f64 / got.seconds
+    };
+    // What drifts in between falls on both sides.
+    let first = rate();
+    bench.set_policies(POLICIES);
+    let with = rate() + rate();
+    bench.set_policies(0);
+    figures.add(Path::Mesh, "rate_with_20_policies_over_without", Unit::Ratio, with / (first + rate()));
 }
 
 /// Memory of one proxy, before anything else has made it grow.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use testbed::load::{Job, LoadProcess, REQUESTS_PORT, SINK_PORT, SOURCE_PORT};
-use testbed::{Pod, Testbed};
+use testbed::{Pod, Testbed, wait_for};
 
 use crate::Cli;
 
@@ -82,6 +82,28 @@ impl Bench {
     pub fn enrol(&self) {
         self.tb.namespace("mesh").enrol();
         self.tb.mesh().wait_in_mesh(&[&self.mesh.client, &self.mesh.server, &self.near]);
+    }
+
+    /// Makes so many policies apply to the mesh's server; the last one allows the client.
+    pub fn set_policies(&self, count: usize) {
+        let file = "bench-policies.yaml";
+        let policy = |number: usize| {
+            let account = if number + 1 == count { "default".to_owned() } else { format!("other-{number}") };
+            format!(
+                "---\napiVersion: security.istio.io/v1\nkind: AuthorizationPolicy\n\
+                 metadata: {{name: policy-{number}, namespace: mesh}}\n\
+                 spec: {{rules: [{{from: [{{source: {{principals: [cluster.local/ns/mesh/sa/{account}]}}}}]}}]}}\n"
+            )
+        };
+        match count {
+            0 => self.tb.remove_manifest(file),
+            _ => self.tb.put_manifest(file, &(0..count).map(policy).collect::<String>()),
+        }
+        for node in self.tb.mesh().nodes() {
+            wait_for(&format!("{count} policies at the proxy on {}", node.name()), || {
+                (node.config_dump()["policies"].as_array()?.len() == count).then_some(())
+            });
+        }
     }
 
     pub fn client(&self, path: Path) -> &Pod {

@@ -7,10 +7,15 @@ use super::generate::{self, Random, Sent, Target};
 use super::oracle::{self, Answer};
 use crate::policy::{self, Connection, PolicyIndex, Undecided, Verdict};
 
-/// As many policies, and for each so many connections.
+/// Sets of policies, and connections for each.
 const ROUNDS: usize = 30_000;
 const CONNECTIONS: usize = 5;
 const TAMPERED: usize = 60_000;
+
+/// `POLICY_TIMES` lets it go on for longer.
+fn times(rounds: usize) -> usize {
+    std::env::var("POLICY_TIMES").ok().and_then(|text| text.parse().ok()).unwrap_or(1) * rounds
+}
 
 /// Another one in each run; `POLICY_SEED` repeats one.
 fn seed() -> u64 {
@@ -102,7 +107,7 @@ fn the_verdict_is_what_a_slow_reading_of_the_wire_says() {
     let seed = Seed(seed());
     let mut random = Random(seed.0);
     let mut counts: BTreeMap<Answer, usize> = BTreeMap::new();
-    for _ in 0..ROUNDS {
+    for _ in 0..times(ROUNDS) {
         let (all, target) = (generate::policies(&mut random), generate::target(&mut random));
         let set = index_of(&all, target.complete).applying(target.namespace, &target.names);
         for _ in 0..CONNECTIONS {
@@ -138,7 +143,7 @@ fn bytes_that_were_tampered_with_harm_nobody_and_never_open_what_their_reading_d
     let seed = Seed(seed());
     let mut random = Random(seed.0);
     let mut read = 0;
-    for _ in 0..TAMPERED {
+    for _ in 0..times(TAMPERED) {
         let mut sent = generate::policy(&mut random);
         let mut bytes = sent.encode();
         tamper(&mut bytes, &mut random);

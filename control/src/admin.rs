@@ -14,11 +14,13 @@ use ztunnel::proto::workload as wire;
 use ztunnel::telemetry::http::{Chunks, Request, Response, Router};
 use ztunnel::telemetry::metrics::Metrics;
 
+use crate::ca::Ca;
 use crate::model::{Decoded, Resource, Set, Snapshot};
 
 /// All pages. `serving`: whether nodes can be answered.
 pub fn pages(
     metrics: &Arc<Metrics>,
+    ca: Arc<Ca>,
     snapshots: watch::Receiver<Snapshot>,
     objects: watch::Receiver<Arc<Objects>>,
     shutdown: Shutdown,
@@ -37,10 +39,13 @@ pub fn pages(
         let snapshot = snapshots.borrow().clone();
         Response::stream("application/json", move |out| write_served(&snapshot, out))
     };
+    // Certificates are public.
+    let authority = move |_: &Request| Response::json(&ca.report());
     metrics
         .pages(Router::new())
         .get("/healthz", |_| Response::text(StatusCode::OK, "ok\n"))
         .get("/readyz", ready)
+        .get("/debug/ca", authority)
         .get("/debug/problems", problems)
         .get("/debug/resources", served)
 }

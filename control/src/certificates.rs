@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use prost_types::value::Kind;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tonic::{Request, Response, Status};
-use ztunnel::identity::{Identity, ParseIdentityError, TrustDomain};
+use ztunnel::identity::{Identity, ParseIdentityError, TrustDomain, rfc3339};
 use ztunnel::manifests::Objects;
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateService;
 use ztunnel::proto::citadel::{IstioCertificateRequest, IstioCertificateResponse};
 
-use crate::ca::{Ca, CaError};
-use crate::limits::{Hush, Rates};
+use crate::ca::{Ca, CaError, Issued};
+use crate::limits::{Hush, Rate, Rates, Wait};
 use crate::metrics::Metrics;
 use crate::model::{is_terminal, service_account};
 use crate::tls::Peer;
@@ -31,7 +31,12 @@ pub struct Certificates {
     pub objects: watch::Receiver<Arc<Objects>>,
     pub rules: Rules,
     pub metrics: Arc<Metrics>,
+    /// Of the node proxies, each by itself.
     pub rates: Rates,
+    /// Of all others, who are refused anyway: they never take room from the proxies.
+    pub strangers: Rates,
+    /// Signatures at a time. Who waits for one is served in turn.
+    pub signing: Arc<Semaphore>,
     pub hush: Hush,
 }
 
@@ -41,8 +46,10 @@ pub struct Rules {
     pub trust_domain: TrustDomain,
     /// `namespace/name` of the node proxies' accounts.
     pub trusted: Vec<String>,
-    /// The longest life of a certificate, and that of one for which none is asked.
+    /// The life of a certificate for which none is asked.
     pub leaf_ttl: Duration,
+    /// The longest life; who asks for a longer one gets this.
+    pub longest_life: Duration,
 }
 
 /// Why a certificate was not signed.
@@ -50,8 +57,13 @@ pub struct Rules {
 pub enum Refusal {
     #[error(transparent)]
     Token(#[from] TokenError),
-    #[error("it asks too often")]
-    TooOften,
+    #[error(
+        "{caller} asks for more than {} certificates a second ({} at once): try again in {} ms",
+        .rate.per_second,
+        .rate.burst,
+        .wait.as_millis().max(1)
+    )]
+    TooOften { caller: String, rate: Rate, wait: Duration },
     #[error("{account} is not an account of node proxies (expected one of {trusted})")]
     NotTrusted { account: String, trusted: String },
     #[error("the token is not bound to a pod")]
@@ -96,18 +108,21 @@ impl IstioCertificateService for Certificates {
             Ok(None) => "its own".to_owned(),
             Err(_) => "no text".to_owned(),
         };
-        match self.issue(&caller, wanted, &request) {
-            Ok((identity, lifetime, leaf)) => {
+        match self.issue(&caller, wanted, request).await {
+            Ok((identity, issued)) => {
                 self.metrics.signed(started.elapsed());
                 tracing::info!(
-                    caller = caller.account(), peer = peer.map(tracing::field::display), %identity,
-                    lifetime = format_args!("{}s", lifetime.as_secs()), "signed a certificate"
+                    caller = name_of(&caller), peer = peer.map(tracing::field::display), %identity,
+                    until = rfc3339(issued.not_after), "signed a certificate"
                 );
-                Ok(Response::new(IstioCertificateResponse { cert_chain: vec![leaf, self.ca.roots_pem()] }))
+                let mut cert_chain = issued.chain;
+                cert_chain.push(issued.roots.to_string());
+                Ok(Response::new(IstioCertificateResponse { cert_chain }))
             }
             Err(refusal) => {
-                let loud = !matches!(refusal, Refusal::TooOften) || self.hush.speak();
-                self.refused(&caller.account(), peer, &shown, &refusal, loud);
+                let is_flood = matches!(refusal, Refusal::TooOften { .. });
+                let speak = if is_flood { self.hush.speak() } else { Some(0) };
+                self.refused(&name_of(&caller), peer, &shown, &refusal, speak);
                 Err(refusal.into())
             }
         }
@@ -115,23 +130,32 @@ impl IstioCertificateService for Certificates {
 }
 
 impl Certificates {
-    fn issue(
+    async fn issue(
         &self,
         caller: &Caller,
         wanted: Result<Option<String>, Refusal>,
-        request: &IstioCertificateRequest,
-    ) -> Result<(Identity, Duration, String), Refusal> {
-        if !self.rates.allow(&name_of(caller)) {
-            return Err(Refusal::TooOften);
-        }
+        request: IstioCertificateRequest,
+    ) -> Result<(Identity, Issued), Refusal> {
+        self.check_rate(caller)?;
         let identity = self.judge(caller, wanted?.as_deref())?;
         let lifetime = match u64::try_from(request.validity_duration) {
             Ok(asked) if asked > MAX_TTL => return Err(Refusal::TooLong { asked }),
-            Ok(asked) if asked > 0 => Duration::from_secs(asked).min(self.rules.leaf_ttl),
+            Ok(asked) if asked > 0 => Duration::from_secs(asked).min(self.rules.longest_life),
             _ => self.rules.leaf_ttl,
         };
-        let leaf = self.ca.sign(&identity, &request.csr, lifetime)?;
-        Ok((identity, lifetime, leaf))
+        // Never closed.
+        let _turn = self.signing.acquire().await;
+        let (ca, whose) = (self.ca.clone(), identity.clone());
+        let signed = tokio::task::spawn_blocking(move || ca.sign(&whose, &request.csr, lifetime)).await;
+        let issued = signed.map_err(|e| CaError::Sign(e.to_string()))??;
+        Ok((identity, issued))
+    }
+
+    fn check_rate(&self, caller: &Caller) -> Result<(), Refusal> {
+        let is_proxy = self.rules.trusted.contains(&caller.account());
+        let rates = if is_proxy { &self.rates } else { &self.strangers };
+        let caller = name_of(caller);
+        rates.allow(&caller).map_err(|Wait(wait)| Refusal::TooOften { caller, rate: rates.rate, wait })
     }
 
     /// The identity that the caller may have. `wanted`: that of a pod of its node, else its own.
@@ -157,11 +181,12 @@ impl Certificates {
         if runs_here { Ok(identity) } else { Err(Refusal::NotHere { identity, node }) }
     }
 
-    fn refused(&self, caller: &str, peer: Option<SocketAddr>, identity: &str, refusal: &Refusal, loud: bool) {
+    /// Counts a refusal, and tells it: `speak` has how many were not told before it.
+    fn refused(&self, caller: &str, peer: Option<SocketAddr>, identity: &str, refusal: &Refusal, speak: Option<u64>) {
         self.metrics.certificate_refused(refusal.label());
-        if loud {
-            let peer = peer.map(tracing::field::display);
-            tracing::warn!(caller, peer, identity, reason = %refusal, "refused a certificate");
+        if let Some(untold) = speak {
+            let (peer, untold) = (peer.map(tracing::field::display), Some(untold).filter(|n| *n > 0));
+            tracing::warn!(caller, peer, identity, reason = %refusal, untold, "refused a certificate");
         }
     }
 }
@@ -192,9 +217,12 @@ fn impersonated(request: &IstioCertificateRequest) -> Result<Option<String>, Ref
     }
 }
 
+/// Account and pod: each proxy is a caller of its own.
 fn name_of(caller: &Caller) -> String {
-    let pod = caller.pod.as_ref().map(|pod| pod.uid.as_str()).unwrap_or_default();
-    format!("{}/{pod}", caller.account())
+    match &caller.pod {
+        Some(pod) => format!("{} (pod {}, {})", caller.account(), pod.name, pod.uid),
+        None => caller.account(),
+    }
 }
 
 impl Refusal {
@@ -202,7 +230,7 @@ impl Refusal {
     pub fn label(&self) -> &'static str {
         match self {
             Self::Token(error) => error.label(),
-            Self::TooOften => "too_often",
+            Self::TooOften { .. } => "too_often",
             Self::NotTrusted { .. } => "not_trusted",
             Self::NotBound => "not_bound",
             Self::UnknownCaller(_) => "unknown_caller",
@@ -213,7 +241,7 @@ impl Refusal {
             Self::NotHere { .. } => "not_on_node",
             Self::TooLong { .. } => "too_long",
             Self::Signing(CaError::Request(_)) => "bad_request",
-            Self::Signing(CaError::Expired { .. }) => "root_expired",
+            Self::Signing(CaError::NotValidNow { .. }) => "authority_not_valid",
             Self::Signing(_) => "internal",
         }
     }
@@ -224,9 +252,9 @@ impl From<Refusal> for Status {
         let text = refusal.to_string();
         match refusal {
             Refusal::Token(error) => error.into(),
-            Refusal::TooOften => Status::resource_exhausted("certificates are asked for too often, try again later"),
+            Refusal::TooOften { .. } => Status::resource_exhausted(text),
             Refusal::TooLong { .. } | Refusal::Signing(CaError::Request(_)) => Status::invalid_argument(text),
-            Refusal::Signing(CaError::Expired { .. }) => Status::failed_precondition(text),
+            Refusal::Signing(CaError::NotValidNow { .. }) => Status::failed_precondition(text),
             // The rest is for the log alone.
             Refusal::Signing(_) => Status::internal("the certificate could not be signed"),
             // As istiod says it, with the reason.

@@ -2,6 +2,7 @@
 
 pub mod admin;
 pub mod ca;
+pub mod ca_command;
 pub mod certificates;
 pub mod limits;
 pub mod metrics;

@@ -9,14 +9,32 @@ use std::time::{Duration, Instant};
 /// How often each caller may ask: so many at once, then so many a second.
 #[derive(Debug)]
 pub struct Rates {
-    burst: f64,
-    per_second: f64,
-    buckets: Mutex<HashMap<String, Bucket>>,
+    pub rate: Rate,
+    /// Callers that are remembered at a time.
+    most: usize,
+    table: Mutex<Table>,
 }
+
+/// So many at once, then so many a second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rate {
+    pub burst: u32,
+    pub per_second: u32,
+}
+
+/// The caller must wait for so long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wait(pub Duration);
 
 /// Lets so many lines through a second; the others count.
 #[derive(Debug, Default)]
-pub struct Hush(Mutex<Option<Bucket>>);
+pub struct Hush(Mutex<Option<(Bucket, u64)>>);
+
+#[derive(Debug, Default)]
+struct Table {
+    buckets: HashMap<String, Bucket>,
+    swept: Option<Instant>,
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Bucket {
@@ -25,77 +43,116 @@ struct Bucket {
 }
 
 impl Rates {
-    pub fn new(burst: u32, per_second: u32) -> Self {
-        Self { burst: burst.into(), per_second: per_second.into(), buckets: Mutex::default() }
+    /// `most`: callers that are remembered at a time; a further one is refused until one of them has been quiet.
+    pub fn new(rate: Rate, most: usize) -> Self {
+        Self { rate, most, table: Mutex::default() }
     }
 
-    pub fn allow(&self, caller: &str) -> bool {
-        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
-        if buckets.len() >= MAX_CALLERS && !buckets.contains_key(caller) {
-            // A full bucket says nothing.
-            buckets.retain(|_, bucket| bucket.filled(now, self.burst, self.per_second) < self.burst);
-            if buckets.len() >= MAX_CALLERS {
-                return false;
+    pub fn allow(&self, caller: &str) -> Result<(), Wait> {
+        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let (now, rate) = (Instant::now(), self.rate);
+        if table.buckets.len() >= self.most && !table.buckets.contains_key(caller) {
+            // A look at all of them costs something: not for each who comes in vain.
+            if table.swept.is_none_or(|swept| now.saturating_duration_since(swept) >= SWEEP) {
+                table.swept = Some(now);
+                // A full bucket says nothing.
+                table.buckets.retain(|_, bucket| bucket.filled(now, rate) < f64::from(rate.burst));
+            }
+            if table.buckets.len() >= self.most {
+                return Err(Wait(SWEEP));
             }
         }
-        let fresh = Bucket { left: self.burst, at: now };
-        buckets.entry(caller.to_owned()).or_insert(fresh).take(now, self.burst, self.per_second)
+        let fresh = Bucket { left: rate.burst.into(), at: now };
+        table.buckets.entry(caller.to_owned()).or_insert(fresh).take(now, rate)
     }
 }
 
 impl Hush {
-    pub fn speak(&self) -> bool {
-        let mut bucket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Whether to write a line; if so, how many were not written since the last one.
+    pub fn speak(&self) -> Option<u64> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        bucket.get_or_insert(Bucket { left: LINES, at: now }).take(now, LINES, LINES)
+        let (bucket, silent) = state.get_or_insert((Bucket { left: LINES.burst.into(), at: now }, 0));
+        match bucket.take(now, LINES) {
+            Ok(()) => Some(std::mem::take(silent)),
+            Err(_) => {
+                *silent += 1;
+                None
+            }
+        }
     }
 }
 
 impl Bucket {
-    fn filled(&self, now: Instant, burst: f64, per_second: f64) -> f64 {
+    fn filled(&self, now: Instant, rate: Rate) -> f64 {
         let since: Duration = now.saturating_duration_since(self.at);
-        (self.left + since.as_secs_f64() * per_second).min(burst)
+        (self.left + since.as_secs_f64() * f64::from(rate.per_second)).min(rate.burst.into())
     }
 
-    fn take(&mut self, now: Instant, burst: f64, per_second: f64) -> bool {
-        self.left = self.filled(now, burst, per_second);
+    fn take(&mut self, now: Instant, rate: Rate) -> Result<(), Wait> {
+        self.left = self.filled(now, rate);
         self.at = now;
-        let allowed = self.left >= 1.0;
-        if allowed {
-            self.left -= 1.0;
+        if self.left < 1.0 {
+            return Err(Wait(Duration::from_secs_f64((1.0 - self.left) / f64::from(rate.per_second.max(1)))));
         }
-        allowed
+        self.left -= 1.0;
+        Ok(())
     }
 }
 
-/// Callers are remembered only while they have asked lately; a cluster has fewer nodes.
-const MAX_CALLERS: usize = 20_000;
-/// Lines a second.
-const LINES: f64 = 10.0;
+/// How often, at most, all callers are looked at.
+const SWEEP: Duration = Duration::from_secs(1);
+const LINES: Rate = Rate { burst: 10, per_second: 10 };
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_caller_that_asks_too_often_is_refused_and_others_are_not() {
-        let rates = Rates::new(3, 1);
-        let answers: Vec<bool> = (0..5).map(|_| rates.allow("a")).collect();
-        assert_eq!(answers, [true, true, true, false, false]);
-        assert!(rates.allow("b"));
-        if let Some(bucket) = rates.buckets.lock().unwrap().get_mut("a") {
-            bucket.at -= Duration::from_secs(1);
+    fn ago(rates: &Rates, caller: &str, time: Duration) {
+        if let Some(bucket) = rates.table.lock().unwrap().buckets.get_mut(caller) {
+            bucket.at -= time;
         }
-        assert!(rates.allow("a") && !rates.allow("a"));
     }
 
     #[test]
-    fn callers_of_long_ago_are_forgotten() {
-        let rates = Rates::new(1, 1000);
-        for n in 0..MAX_CALLERS * 2 {
-            rates.allow(&n.to_string());
+    fn a_caller_that_asks_too_often_is_told_to_wait_and_others_are_not() {
+        let rates = Rates::new(Rate { burst: 3, per_second: 1 }, 10);
+        let answers: Vec<bool> = (0..5).map(|_| rates.allow("a").is_ok()).collect();
+        assert_eq!(answers, [true, true, true, false, false]);
+        let Wait(wait) = rates.allow("a").unwrap_err();
+        assert!(wait > Duration::from_millis(500) && wait <= Duration::from_secs(1), "{wait:?}");
+        assert!(rates.allow("b").is_ok());
+        ago(&rates, "a", Duration::from_secs(1));
+        assert!(rates.allow("a").is_ok() && rates.allow("a").is_err());
+    }
+
+    #[test]
+    fn callers_of_long_ago_make_room_and_those_of_now_do_not() {
+        let rates = Rates::new(Rate { burst: 1, per_second: 1 }, 100);
+        for n in 0..100 {
+            rates.allow(&n.to_string()).unwrap();
         }
-        assert!(rates.buckets.lock().unwrap().len() <= MAX_CALLERS);
+        assert_eq!(rates.allow("one more"), Err(Wait(SWEEP)));
+        assert!(
+            matches!(rates.allow("1"), Err(Wait(wait)) if wait <= Duration::from_secs(1)),
+            "who is known is judged"
+        );
+        for n in 0..100 {
+            ago(&rates, &n.to_string(), Duration::from_secs(2));
+        }
+        assert!(rates.allow("one more").is_err(), "looked at a moment ago");
+        rates.table.lock().unwrap().swept = None;
+        assert!(rates.allow("one more").is_ok());
+        assert_eq!(rates.table.lock().unwrap().buckets.len(), 1);
+    }
+
+    #[test]
+    fn lines_that_were_not_written_are_counted() {
+        let hush = Hush::default();
+        let spoken = (0..25).filter(|_| hush.speak().is_some()).count();
+        assert_eq!(spoken, 10);
+        hush.0.lock().unwrap().as_mut().unwrap().0.at -= Duration::from_secs(1);
+        assert_eq!(hush.speak(), Some(15));
+        assert_eq!(hush.speak(), Some(0));
     }
 }

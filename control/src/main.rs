@@ -10,9 +10,12 @@ use ztunnel::lifecycle::{Shutdown, raise_descriptor_limit};
 use ztunnel::telemetry::log::Logging;
 
 fn main() -> ExitCode {
-    let Command::Serve(args) = Cli::parse().command;
-    match serve(*args) {
-        Ok(()) => ExitCode::SUCCESS,
+    let done = match Cli::parse().command {
+        Command::Serve(args) => serve(*args).map(|()| ExitCode::SUCCESS),
+        Command::Ca(command) => command.run(),
+    };
+    match done {
+        Ok(code) => code,
         Err(error) => {
             // Each error names its own cause.
             eprintln!("error: {error}");

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -141,9 +141,29 @@ impl Metrics {
             "TLS handshakes that did not come to a connection",
             self.handshakes_failed.clone(),
         );
-        registry.gauge("understory_ca_root_days_left", "Days until the root ends", move || {
-            ca.not_after().duration_since(SystemTime::now()).unwrap_or_default().as_secs_f64() / 86400.0
-        });
+        let of = ca.clone();
+        registry.gauges(
+            "understory_ca_certificate_left_seconds",
+            "Until each certificate of the authority ends",
+            move |samples| {
+                for (kind, cert) in of.report().certificates() {
+                    let fingerprint = &cert.fingerprint[..16];
+                    let labels = [("certificate", kind), ("name", &cert.name), ("fingerprint", fingerprint)];
+                    samples.add(&labels, cert.seconds_left as f64);
+                }
+            },
+        );
+        let of = ca.clone();
+        registry.gauge(
+            "understory_ca_files_unusable",
+            "1 while what is in the authority's folder cannot be used, and what was there before is",
+            move || if of.report().problem.is_some() { 1.0 } else { 0.0 },
+        );
+        registry.gauge(
+            "understory_ca_signer_waiting",
+            "1 while another authority waits to sign until its root is known",
+            move || if ca.report().waits.is_some() { 1.0 } else { 0.0 },
+        );
         let of = snapshots.clone();
         registry.gauges("understory_resources", "Resources served", move |samples| {
             let snapshot = of.borrow().clone();

@@ -4,9 +4,9 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 use ztunnel::files::read_small;
@@ -19,13 +19,13 @@ use ztunnel::telemetry::http::{BindError, Server as AdminServer};
 use ztunnel::telemetry::metrics::Metrics as Registry;
 
 use crate::admin;
-use crate::ca::{Ca, CaError, Refreshed, write_whole};
+use crate::ca::{Ca, CaError, CaSettings, FolderWatch, write_whole};
 use crate::certificates::{Certificates, Rules};
-use crate::limits::{Hush, Rates};
+use crate::limits::{Hush, Rate, Rates};
 use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
 use crate::settings::ServeArgs;
-use crate::tls::{self, SERVING_LIFETIME, Serving};
+use crate::tls::{self, Serving};
 use crate::tokens::{KeyFile, KeyFileError, TokenSettings, Tokens};
 use crate::xds::{Discovery, Trust};
 
@@ -34,6 +34,8 @@ use crate::xds::{Discovery, Trust};
 pub enum ServeError {
     #[error("--ca-dir: {0}")]
     Ca(#[from] CaError),
+    #[error("--leaf-ttl {life:?} is longer than --max-leaf-ttl {longest:?}: expected at most that")]
+    LeafTtl { life: Duration, longest: Duration },
     #[error("--root-cert {}: cannot be written: {source}", path.display())]
     RootCert { path: PathBuf, source: io::Error },
     #[error("--service-account-key {0}")]
@@ -77,9 +79,26 @@ impl Control {
     /// Reads everything once and listens; nodes are answered once it [runs](Self::run). Must be called on a runtime.
     pub async fn start(args: ServeArgs, shutdown: Shutdown) -> Result<Self, ServeError> {
         // Before the root, which may have to be made: a wrong setting leaves no trace.
+        let longest_life = args.max_leaf_ttl.unwrap_or(args.leaf_ttl);
+        if args.leaf_ttl > longest_life {
+            return Err(ServeError::LeafTtl { life: args.leaf_ttl, longest: longest_life });
+        }
         let keys = KeyFile::open(&args.service_account_key)?;
-        let ca = Arc::new(Ca::open(&args.ca_dir)?);
-        tracing::info!(until = rfc3339(ca.not_after()), dir = %args.ca_dir.display(), "the root is ready");
+        let ca = Arc::new(Ca::open(CaSettings {
+            dir: args.ca_dir,
+            trust_domain: args.trust_domain.clone(),
+            longest_life,
+            backdate: args.leaf_backdate,
+        })?);
+        let report = ca.report();
+        tracing::info!(
+            dir = report.dir,
+            layout = ?report.layout,
+            signs = report.signs.name,
+            until = rfc3339(ca.not_after()),
+            roots = report.roots.len(),
+            "the certificate authority is ready"
+        );
         if let Some(path) = &args.root_cert {
             publish_roots(&ca, path).map_err(|source| ServeError::RootCert { path: path.clone(), source })?;
         }
@@ -113,7 +132,7 @@ impl Control {
         let address = listener.local_addr().map_err(listen)?;
         let admin = AdminServer::bind("admin", args.admin_addr)?;
         let admin_address = admin.local_addr();
-        let pages = admin::pages(&registry, snapshots.clone(), objects.clone(), shutdown.clone());
+        let pages = admin::pages(&registry, ca.clone(), snapshots.clone(), objects.clone(), shutdown.clone());
         let trust =
             Trust { bundles: ca.bundles(), trust_domain: args.trust_domain.clone(), renew_within: args.renewal_window };
         let certificates = Certificates {
@@ -124,9 +143,12 @@ impl Control {
                 trust_domain: args.trust_domain,
                 trusted: args.trusted_node_account,
                 leaf_ttl: args.leaf_ttl,
+                longest_life,
             },
             metrics: metrics.clone(),
-            rates: Rates::new(REQUESTS_AT_ONCE, REQUESTS_PER_SECOND),
+            rates: Rates::new(Rate { burst: args.certificate_burst, per_second: args.certificate_rate }, MAX_PROXIES),
+            strangers: Rates::new(STRANGERS, MAX_STRANGERS),
+            signing: Arc::new(Semaphore::new(SIGNATURES_AT_ONCE)),
             hush: Hush::default(),
         };
         let discovery = Discovery {
@@ -188,7 +210,7 @@ impl Control {
             }
             () = tls::accept(listener, tls, metrics, ready) => Err("nothing is accepted any more".to_owned()),
             () = admin.serve(pages, std::future::pending()) => Err("the admin server has ended".to_owned()),
-            () = tend(&ca, &serving, root_cert.as_deref()) => Err("the root is no longer looked after".to_owned()),
+            () = tend(&ca, &serving, root_cert.as_deref()) => Err("the authority is no longer looked after".to_owned()),
         };
         ended.map_err(|reason| ServeError::Ended { what: "serving", reason })
     }
@@ -228,51 +250,59 @@ async fn gather(objects: &mut watch::Receiver<Arc<Objects>>) {
     }
 }
 
-/// Looks after the root and what is signed by it for ourselves.
-async fn tend(ca: &Ca, serving: &Serving, root_cert: Option<&Path>) {
+/// Looks after the authority and what is signed by it for ourselves.
+async fn tend(ca: &Arc<Ca>, serving: &Arc<Serving>, root_cert: Option<&Path>) {
+    let mut folder = FolderWatch::new(ca.dir());
     let mut look = tokio::time::interval(LOOK);
-    let mut renewed = Instant::now();
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut complaint = None;
     let mut warned = None::<Instant>;
     loop {
-        look.tick().await;
-        let changed = match ca.refresh() {
-            Ok(refreshed) => {
-                complaint = None;
-                refreshed == Refreshed::Changed
-            }
-            Err(error) => {
-                let text = error.to_string();
-                if complaint.as_ref() != Some(&text) {
-                    tracing::warn!(reason = text, "the root's files cannot be used, the root before goes on signing");
-                    complaint = Some(text);
-                }
-                false
-            }
-        };
-        if changed {
-            tracing::info!(
-                until = rfc3339(ca.not_after()),
-                "another root signs from now on, those before stay trusted"
-            );
+        tokio::select! {
+            _ = look.tick() => folder.listen(),
+            // The files of one change follow each other.
+            () = folder.changed() => tokio::time::sleep(GATHER).await,
         }
-        if changed || renewed.elapsed() > SERVING_LIFETIME / 2 {
-            match serving.renew() {
-                Ok(()) => renewed = Instant::now(),
-                Err(error) => tracing::error!(%error, "the serving certificate cannot be renewed"),
+        let (of, ours, path) = (ca.clone(), serving.clone(), root_cert.map(Path::to_owned));
+        let looked = tokio::task::spawn_blocking(move || look_after(&of, &ours, path.as_deref())).await;
+        let problem = looked.unwrap_or_else(|panic| Some(panic.to_string()));
+        match &problem {
+            Some(reason) if problem != complaint => {
+                tracing::warn!(reason, "the authority's files cannot be used, those before stay in force");
             }
+            None if complaint.is_some() => tracing::info!("the authority's files are right again"),
+            _ => {}
         }
-        if let Some(path) = root_cert
-            && let Err(error) = publish_roots(ca, path)
-        {
-            tracing::warn!(path = %path.display(), %error, "the roots cannot be written for the proxies");
-        }
-        let left = ca.not_after().duration_since(SystemTime::now()).unwrap_or_default();
-        if left < ENDS_SOON && warned.is_none_or(|at| at.elapsed() > WARN_AGAIN) {
-            warned = Some(Instant::now());
-            tracing::warn!(until = rfc3339(ca.not_after()), "the root ends soon: put another one into --ca-dir");
+        complaint = problem;
+        let report = ca.report();
+        let ends = report.certificates().filter(|(_, cert)| cert.seconds_left < ENDS_SOON.as_secs());
+        if warned.is_none_or(|at| at.elapsed() > WARN_AGAIN) {
+            for (what, cert) in ends {
+                warned = Some(Instant::now());
+                tracing::warn!(
+                    name = cert.name,
+                    until = cert.not_after,
+                    "a {what} certificate of the authority ends soon"
+                );
+            }
         }
     }
+}
+
+/// One look; why the files cannot be used, if they cannot.
+fn look_after(ca: &Ca, serving: &Serving, root_cert: Option<&Path>) -> Option<String> {
+    let changes = ca.refresh();
+    if (changes.signer || serving.is_due())
+        && let Err(error) = serving.renew()
+    {
+        tracing::error!(%error, "the serving certificate cannot be renewed");
+    }
+    if let Some(path) = root_cert
+        && let Err(error) = publish_roots(ca, path)
+    {
+        tracing::warn!(path = %path.display(), %error, "the roots cannot be written for the proxies");
+    }
+    changes.problem
 }
 
 /// Writes the roots for the proxies, if the file does not hold them.
@@ -294,9 +324,13 @@ const MAX_HEADERS: u32 = 32 << 10;
 const STREAMS_PER_CONNECTION: u32 = 64;
 /// Connections that are ready and not taken up yet.
 const INCOMING: usize = 64;
-/// Certificates that a caller may have at once, as a node's proxy asks for when it starts, and then a second.
-const REQUESTS_AT_ONCE: u32 = 500;
-const REQUESTS_PER_SECOND: u32 = 50;
+/// Node proxies whose rate is known at a time; a cluster has fewer nodes.
+const MAX_PROXIES: usize = 20_000;
+/// Requests for certificates from accounts that get none.
+const STRANGERS: Rate = Rate { burst: 20, per_second: 1 };
+const MAX_STRANGERS: usize = 10_000;
+/// More would only wait for the processor.
+const SIGNATURES_AT_ONCE: usize = 4;
 /// As istiod does.
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(10);
@@ -306,7 +340,8 @@ const QUIET: Duration = Duration::from_millis(10);
 const BURST: Duration = Duration::from_millis(100);
 /// From the order to stop to the end of what has not ended.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
-/// How often the root's files are looked at.
-const LOOK: Duration = Duration::from_secs(10);
+/// How often the authority's files are looked at without having heard of a change.
+const LOOK: Duration = Duration::from_secs(2);
+const GATHER: Duration = Duration::from_millis(200);
 const ENDS_SOON: Duration = Duration::from_secs(30 * 86400);
 const WARN_AGAIN: Duration = Duration::from_secs(86400);

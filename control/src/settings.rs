@@ -10,6 +10,8 @@ use clap::{Args, Parser, Subcommand};
 use ztunnel::identity::{Identity, TrustDomain};
 use ztunnel::telemetry::log::{Format, Levels};
 
+use crate::ca_command::CaCommand;
+
 /// The control plane for clusters without istiod.
 #[derive(Debug, Parser)]
 #[command(name = "control", version)]
@@ -22,6 +24,9 @@ pub struct Cli {
 pub enum Command {
     /// Serves discovery and certificates to the nodes
     Serve(Box<ServeArgs>),
+    /// Looks at the certificate authority, and rotates its root
+    #[command(subcommand)]
+    Ca(CaCommand),
 }
 
 /// Flags and environment of `control serve`.
@@ -37,7 +42,8 @@ pub struct ServeArgs {
     /// Where discovery and certificates are served, over TLS (IPv4 too; IPv4 only where there is no IPv6).
     #[arg(long, env = "LISTEN", value_name = "LISTEN", default_value = "[::]:15012", value_parser = socket_address)]
     pub listen: SocketAddr,
-    /// Folder of the root's key and certificate, made if missing. Required.
+    /// Folder of the certificate authority: a root of its own (root-key.pem and root-cert.pem, made if the folder is
+    /// empty) or one that is plugged in (ca-key.pem, ca-cert.pem, cert-chain.pem and root-cert.pem). Required.
     #[arg(long, env = "CA_DIR", value_name = "CA_DIR")]
     pub ca_dir: PathBuf,
     /// File that the public roots are written to, for the proxies. Default: none.
@@ -111,9 +117,33 @@ pub struct ServeArgs {
     /// The root namespace: policies in it are for the whole mesh. Default: the mesh's own namespace.
     #[arg(long, env = "ROOT_NAMESPACE", value_name = "ROOT_NAMESPACE", value_parser = hostname)]
     pub root_namespace: Option<String>,
-    /// Longest life of workload certificates, and that of those for which none is asked.
+    /// Life of workload certificates for which none is asked.
     #[arg(long, env = "LEAF_TTL", value_name = "LEAF_TTL", default_value = "24h", value_parser = lifetime)]
     pub leaf_ttl: Duration,
+    /// Longest life of workload certificates; who asks for a longer one gets this. Default: as --leaf-ttl.
+    #[arg(long, env = "MAX_LEAF_TTL", value_name = "MAX_LEAF_TTL", value_parser = lifetime)]
+    pub max_leaf_ttl: Option<Duration>,
+    /// How much earlier than now certificates begin, for clocks that are behind.
+    #[arg(long, env = "LEAF_BACKDATE", value_name = "LEAF_BACKDATE", default_value = "120s", value_parser = backdate)]
+    pub leaf_backdate: Duration,
+    /// Certificates that one node proxy may ask for in a second, on average.
+    #[arg(
+        long,
+        env = "CERTIFICATE_RATE",
+        value_name = "CERTIFICATE_RATE",
+        default_value = "50",
+        value_parser = clap::value_parser!(u32).range(1..=100_000)
+    )]
+    pub certificate_rate: u32,
+    /// Certificates that one node proxy may ask for at once, as when it starts.
+    #[arg(
+        long,
+        env = "CERTIFICATE_BURST",
+        value_name = "CERTIFICATE_BURST",
+        default_value = "500",
+        value_parser = clap::value_parser!(u32).range(1..=100_000)
+    )]
+    pub certificate_burst: u32,
     /// When the roots change, proxies renew their certificates at once, spread over this time: longer is gentler,
     /// shorter is quicker.
     #[arg(
@@ -190,6 +220,16 @@ fn lifetime(text: &str) -> Result<Duration, String> {
     within.ok_or_else(|| "expected a time from 10s to 2160h (90 days), such as 600, 90m or 24h".into())
 }
 
+fn backdate(text: &str) -> Result<Duration, String> {
+    let within = seconds(text).filter(|s| *s <= 86400).map(Duration::from_secs);
+    within.ok_or_else(|| "expected a time from 0s to 24h, such as 120 or 10m".into())
+}
+
+/// Any time at all.
+pub fn any_time(text: &str) -> Result<Duration, String> {
+    seconds(text).map(Duration::from_secs).ok_or_else(|| "expected a time such as 600, 90m, 24h or 30d".into())
+}
+
 fn window(text: &str) -> Result<Duration, String> {
     let within = seconds(text).filter(|s| (1..=86400).contains(s)).map(Duration::from_secs);
     within.ok_or_else(|| "expected a time from 1s to 24h, such as 60 or 10m".into())
@@ -216,14 +256,23 @@ mod tests {
     const REQUIRED: [&str; 8] =
         ["control", "serve", "--manifests", "/tmp", "--ca-dir", "/tmp/ca", "--service-account-key", "/tmp/key"];
 
+    fn serve<'a>(args: impl IntoIterator<Item = &'a str>) -> ServeArgs {
+        match Cli::try_parse_from(args).unwrap().command {
+            Command::Serve(args) => *args,
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
     fn the_defaults_are_those_of_the_documents() {
-        let Command::Serve(args) = Cli::try_parse_from(REQUIRED).unwrap().command;
+        let args = serve(REQUIRED);
         assert_eq!(args.listen, "[::]:15012".parse().unwrap());
         assert_eq!(args.admin_addr, "[::]:15014".parse().unwrap());
         assert_eq!(args.server_name, ["control.understory-system.svc"]);
         assert_eq!(args.trusted_node_account, ["understory-system/ztunnel"]);
-        assert_eq!(args.leaf_ttl, Duration::from_secs(86400));
+        assert_eq!((args.leaf_ttl, args.max_leaf_ttl), (Duration::from_secs(86400), None));
+        assert_eq!((args.leaf_backdate, args.renewal_window), (Duration::from_secs(120), Duration::from_secs(60)));
+        assert_eq!((args.certificate_rate, args.certificate_burst), (50, 500));
         assert_eq!((args.cluster_id.as_str(), args.trust_domain.as_str()), ("Kubernetes", "cluster.local"));
     }
 
@@ -242,6 +291,10 @@ mod tests {
             ("--leaf-ttl", "5s", "10s to 2160h"),
             ("--leaf-ttl", "91d", "10s to 2160h"),
             ("--leaf-ttl", "1 day", "10s to 2160h"),
+            ("--max-leaf-ttl", "91d", "10s to 2160h"),
+            ("--leaf-backdate", "2d", "0s to 24h"),
+            ("--certificate-rate", "0", "1..=100000"),
+            ("--certificate-burst", "many", "invalid digit"),
             ("--renewal-window", "0s", "1s to 24h"),
             ("--renewal-window", "2d", "1s to 24h"),
             ("--token-audience", "", "without blanks"),
@@ -266,11 +319,7 @@ mod tests {
 
     #[test]
     fn times_and_lists_are_read() {
-        let with = |extra: &[&'static str]| {
-            let Command::Serve(args) =
-                Cli::try_parse_from(REQUIRED.iter().copied().chain(extra.iter().copied())).unwrap().command;
-            args
-        };
+        let with = |extra: &[&'static str]| serve(REQUIRED.iter().copied().chain(extra.iter().copied()));
         assert_eq!(with(&["--leaf-ttl", "600"]).leaf_ttl, Duration::from_secs(600));
         assert_eq!(with(&["--leaf-ttl=90m"]).leaf_ttl, Duration::from_secs(5400));
         assert_eq!(with(&["--server-name", "a.b,10.0.0.1,fd00::1"]).server_name, ["a.b", "10.0.0.1", "fd00::1"]);

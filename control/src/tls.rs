@@ -5,9 +5,9 @@
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use rustls::ServerConfig;
@@ -30,6 +30,8 @@ pub struct Serving {
     ca: Arc<Ca>,
     names: Vec<String>,
     current: ArcSwap<CertifiedKey>,
+    /// When it is half over.
+    renew_at: Mutex<Instant>,
 }
 
 /// A TLS connection as tonic wants it.
@@ -46,14 +48,20 @@ pub struct Peer(pub SocketAddr);
 
 impl Serving {
     pub fn new(ca: Arc<Ca>, names: Vec<String>) -> Result<Arc<Self>, CaError> {
-        let first = certified(&ca, &names)?;
-        Ok(Arc::new(Self { ca, names, current: ArcSwap::new(first) }))
+        let (first, renew_at) = certified(&ca, &names)?;
+        Ok(Arc::new(Self { ca, names, current: ArcSwap::new(first), renew_at: Mutex::new(renew_at) }))
     }
 
-    /// Puts a fresh certificate in place; connections keep what they have.
+    /// Puts a fresh certificate in place; connections keep what they have. Reads and writes files.
     pub fn renew(&self) -> Result<(), CaError> {
-        self.current.store(certified(&self.ca, &self.names)?);
+        let (fresh, renew_at) = certified(&self.ca, &self.names)?;
+        self.current.store(fresh);
+        *self.renew_at.lock().unwrap_or_else(PoisonError::into_inner) = renew_at;
         Ok(())
+    }
+
+    pub fn is_due(&self) -> bool {
+        Instant::now() >= *self.renew_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// TLS 1.2 and 1.3, HTTP/2, no client certificate.
@@ -75,9 +83,11 @@ impl ResolvesServerCert for Serving {
     }
 }
 
-fn certified(ca: &Ca, names: &[String]) -> Result<Arc<CertifiedKey>, CaError> {
-    let (chain, key) = ca.serving(names, SERVING_LIFETIME)?;
-    Ok(Arc::new(CertifiedKey::new(chain, Arc::new(key))))
+/// A fresh certificate, and when it is half over.
+fn certified(ca: &Ca, names: &[String]) -> Result<(Arc<CertifiedKey>, Instant), CaError> {
+    let (chain, key, end) = ca.serving(names, SERVING_LIFETIME)?;
+    let left = end.duration_since(SystemTime::now()).unwrap_or_default();
+    Ok((Arc::new(CertifiedKey::new(chain, Arc::new(key))), Instant::now() + left / 2))
 }
 
 /// Listens. `[::]` means IPv4 too, and falls back to `0.0.0.0` where there is no IPv6.
@@ -181,8 +191,8 @@ fn is_without_ipv6(error: &io::Error) -> bool {
     [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()))
 }
 
-/// Renewed at half of it.
-pub const SERVING_LIFETIME: Duration = Duration::from_secs(24 * 3600);
+/// Of the serving certificate, at most; renewed at half of it.
+const SERVING_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 const BACKLOG: u32 = 1024;
 const MAX_HANDSHAKES: usize = 256;
 /// A cluster's nodes and waypoints, some times over.

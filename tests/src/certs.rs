@@ -8,6 +8,8 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
     SanType, date_time_ymd,
 };
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 
 /// A certificate authority.
 #[derive(Debug)]
@@ -15,6 +17,15 @@ pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     /// Its own certificate.
     pub root_pem: String,
+}
+
+fn authority(name: &str) -> (CertificateParams, KeyPair) {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    (params, KeyPair::generate().expect("make a P-256 key"))
 }
 
 /// A certificate with its key.
@@ -28,30 +39,55 @@ pub struct Leaf {
 impl Authority {
     /// One that the mesh does not know.
     pub fn foreign() -> Self {
-        let key = KeyPair::generate().expect("make a P-256 key");
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        params.distinguished_name.push(DnType::OrganizationName, "foreign");
+        Self::root("foreign")
+    }
+
+    /// A root.
+    pub fn root(name: &str) -> Self {
+        let (params, key) = authority(name);
         let root = params.self_signed(&key).expect("sign a root");
         Self { root_pem: root.pem(), issuer: Issuer::new(params, key) }
     }
 
-    /// The mesh's own, from the files of the control plane.
+    /// An authority below this one.
+    pub fn below(&self, name: &str) -> Self {
+        let (params, key) = authority(name);
+        let cert = params.signed_by(&key, &self.issuer).expect("sign an intermediate");
+        Self { root_pem: cert.pem(), issuer: Issuer::new(params, key) }
+    }
+
+    /// Writes the files of a plugged-in authority directly below the first of the roots, one after the other.
+    #[track_caller]
+    pub fn plug_into(&self, dir: &Path, roots: &[&Self]) {
+        let roots: String = roots.iter().map(|root| root.root_pem.as_str()).collect();
+        let key = self.issuer.key().serialize_pem();
+        fs::create_dir_all(dir).unwrap_or_else(|e| panic!("make {}: {e}", dir.display()));
+        for (file, text) in [
+            ("ca-key.pem", &key),
+            ("ca-cert.pem", &self.root_pem),
+            ("cert-chain.pem", &self.root_pem),
+            ("root-cert.pem", &roots),
+        ] {
+            fs::write(dir.join(file), text).unwrap_or_else(|e| panic!("write {}: {e}", dir.join(file).display()));
+        }
+    }
+
+    /// The mesh's own root, from the files of the control plane: the one that signs now.
     #[track_caller]
     pub(crate) fn load(dir: &Path) -> Self {
-        let (mut key, mut cert) = (None, None);
-        for entry in fs::read_dir(dir).unwrap_or_else(|e| panic!("read {}: {e}", dir.display())).flatten() {
-            let Ok(text) = fs::read_to_string(entry.path()) else { continue };
-            if text.contains("PRIVATE KEY") {
-                key = Some(KeyPair::from_pem(&text).unwrap_or_else(|e| panic!("{}: {e}", entry.path().display())));
-            } else if text.contains("BEGIN CERTIFICATE") {
-                cert = Some(text);
-            }
-        }
-        let root_pem = cert.unwrap_or_else(|| panic!("no certificate in {}", dir.display()));
-        let key = key.unwrap_or_else(|| panic!("no key in {}", dir.display()));
-        let issuer = Issuer::from_ca_cert_pem(&root_pem, key).expect("the authority's certificate can be read");
+        let read = |file: &str| {
+            let path = dir.join(file);
+            fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()))
+        };
+        let key = KeyPair::from_pem(&read("root-key.pem")).expect("the authority's key can be read");
+        let public = key.public_key_raw();
+        let roots = read("root-cert.pem");
+        let is_ours = |root: &&CertificateDer<'_>| root.windows(public.len()).any(|bytes| bytes == public);
+        let all: Vec<_> = CertificateDer::pem_slice_iter(roots.as_bytes()).map_while(Result::ok).collect();
+        let root = all.iter().find(is_ours).expect("one of the roots has the authority's key");
+        let number = all.iter().position(|one| one == root).expect("it is one of them");
+        let root_pem = roots.split_inclusive("-----END CERTIFICATE-----\n").nth(number).expect("a root").to_owned();
+        let issuer = Issuer::from_ca_cert_der(root, key).expect("the authority's certificate can be read");
         Self { issuer, root_pem }
     }
 

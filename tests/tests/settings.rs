@@ -52,6 +52,8 @@ fn wrong_settings_stop_agent_and_control_with_name_and_value() {
     let (manifests, run) = (manifests.to_str().expect("a plain path"), tb.path("run"));
     let run = run.to_str().expect("a plain path");
     let agent = ["agent", "--node-name", "node0", "--manifests", manifests, "--run-dir", run];
+    let control =
+        ["serve", "--manifests", manifests, "--ca-dir", "/nowhere/ca", "--service-account-key", "/nowhere/key"];
     for (program, args, named) in [
         ("ztunnel", [&agent[..], &["--cgroup-root", "/nowhere/cgroup"]].concat(), "/nowhere/cgroup"),
         ("ztunnel", [&agent[..], &["--bpf-dir", "/nowhere/bpf"]].concat(), "/nowhere/bpf"),
@@ -59,6 +61,9 @@ fn wrong_settings_stop_agent_and_control_with_name_and_value() {
         ("ztunnel", vec!["agent", "--node-name", "node0"], "--manifests"),
         ("control", vec!["serve"], "--manifests"),
         ("control", vec!["serve", "--listen", "nonsense"], "nonsense"),
+        ("control", [&control[..], &["--leaf-ttl", "2h", "--max-leaf-ttl", "1h"]].concat(), "--leaf-ttl 7200s"),
+        ("control", vec!["ca", "status", "--ca-dir", "/nowhere/ca"], "/nowhere/ca"),
+        ("control", vec!["ca", "rotate"], "--ca-dir"),
     ] {
         let mut command = host.command(binary(program));
         command.args(&args);

@@ -9,6 +9,7 @@ use ztunnel::identity::{PrivateKey, certificates_from_pem};
 use ztunnel::manifests::ObjectName;
 
 use super::*;
+use crate::ca::CaSettings;
 use crate::tokens::tests::{Issuer, tokens};
 
 /// Two nodes; on node-a a proxy and `shop/cart`, on node-b a proxy and `shop/till`.
@@ -30,19 +31,28 @@ impl Drop for Dir {
 impl Rig {
     fn new(name: &str) -> Self {
         let dir = Dir(std::env::temp_dir().join(format!("understory-certificates-{name}-{}", std::process::id())));
+        let settings = CaSettings {
+            dir: dir.0.clone(),
+            trust_domain: TrustDomain::default(),
+            longest_life: Duration::from_secs(7200),
+            backdate: Duration::from_secs(120),
+        };
         let issuer = Issuer::p256();
         let (objects, receiver) = watch::channel(Arc::default());
         let service = Certificates {
-            ca: Arc::new(Ca::open(&dir.0).unwrap()),
+            ca: Arc::new(Ca::open(settings).unwrap()),
             tokens: Arc::new(tokens(&issuer)),
             objects: receiver,
             rules: Rules {
                 trust_domain: TrustDomain::default(),
                 trusted: vec!["understory-system/ztunnel".into(), "other/proxy".into()],
                 leaf_ttl: Duration::from_secs(3600),
+                longest_life: Duration::from_secs(7200),
             },
             metrics: Metrics::new(),
-            rates: Rates::new(100, 1),
+            rates: Rates::new(Rate { burst: 100, per_second: 1 }, 100),
+            strangers: Rates::new(Rate { burst: 30, per_second: 1 }, 100),
+            signing: Arc::new(Semaphore::new(2)),
             hush: Hush::default(),
         };
         let rig = Self { issuer, objects, service, _dir: dir };
@@ -101,7 +111,7 @@ async fn a_pod_of_the_callers_node_gets_a_certificate_of_the_agreed_form() {
     let rig = Rig::new("form");
     let chain = rig.ask_for(CART).await.unwrap();
     let [leaf, roots] = &chain[..] else { panic!("{chain:?}") };
-    assert!(leaf.ends_with("-----END CERTIFICATE-----\n") && *roots == rig.service.ca.roots_pem());
+    assert!(leaf.ends_with("-----END CERTIFICATE-----\n") && **roots == *rig.service.ca.roots_pem());
     let (leaf, root) =
         (certificates_from_pem(leaf.as_bytes()).unwrap(), certificates_from_pem(roots.as_bytes()).unwrap());
     assert_eq!((leaf.len(), root.len()), (1, 1));
@@ -125,7 +135,7 @@ async fn a_pod_of_the_callers_node_gets_a_certificate_of_the_agreed_form() {
 #[tokio::test]
 async fn the_lifetime_is_what_was_asked_within_the_limits() {
     let rig = Rig::new("lifetime");
-    for (asked, expected) in [(0, 3600), (-5, 3600), (600, 600), (86400, 3600), (90 * 86400, 3600)] {
+    for (asked, expected) in [(0, 3600), (-5, 3600), (600, 600), (7000, 7000), (86400, 7200), (90 * 86400, 7200)] {
         let chain = rig.ask(&rig.proxy_token(), request(Some(CART), asked)).await.unwrap();
         let leaf = certificates_from_pem(chain[0].as_bytes()).unwrap();
         let (_, leaf) = parse_x509_certificate(&leaf[0]).unwrap();
@@ -226,8 +236,8 @@ async fn a_pod_that_moves_away_takes_its_identity_with_it() {
 async fn requests_that_are_no_good_csr_are_refused() {
     let rig = Rig::new("csr");
     let good = request(Some(CART), 0);
-    let p384 = {
-        let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).unwrap();
+    let p521 = {
+        let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P521_SHA512).unwrap();
         rcgen::CertificateParams::default().serialize_request(&key).unwrap().pem().unwrap()
     };
     // The signature is the end of the DER: changed, it holds no longer.
@@ -245,11 +255,11 @@ async fn requests_that_are_no_good_csr_are_refused() {
     for (what, csr) in [
         ("empty", String::new()),
         ("text", "hello".into()),
-        ("a certificate", rig.service.ca.roots_pem()),
+        ("a certificate", rig.service.ca.roots_pem().to_string()),
         ("garbage", encode(b"garbage")),
         ("a forged signature", encode(&forged)),
         ("trailing bytes", encode(&longer)),
-        ("another curve", p384),
+        ("another curve", p521),
         ("huge", good.csr.repeat(100)),
     ] {
         let error = rig.ask(&rig.proxy_token(), IstioCertificateRequest { csr, ..good.clone() }).await.expect_err(what);
@@ -258,14 +268,80 @@ async fn requests_that_are_no_good_csr_are_refused() {
 }
 
 #[tokio::test]
-async fn who_asks_too_often_waits_and_others_do_not() {
+async fn who_asks_too_often_is_told_when_to_come_again_and_others_are_served() {
     let mut rig = Rig::new("rates");
-    rig.service.rates = Rates::new(2, 1);
+    rig.service.rates = Rates::new(Rate { burst: 2, per_second: 1 }, 100);
     let codes = [rig.ask_for(CART).await, rig.ask_for(CART).await, rig.ask_for(CART).await];
-    let codes = codes.map(|answer| answer.err().map(|e| e.code()));
-    assert_eq!(codes, [None, None, Some(Code::ResourceExhausted)]);
+    let message = codes[2].as_ref().unwrap_err().message().to_owned();
+    for part in ["understory-system/ztunnel (pod ztunnel-a, uid-ztunnel-a)", "more than 1 ", "(2 at once)", "again in "]
+    {
+        assert!(message.contains(part), "{part} in {message}");
+    }
+    assert_eq!(codes.map(|answer| answer.err().map(|e| e.code())), [None, None, Some(Code::ResourceExhausted)]);
+    assert_eq!(refusals(&rig, "too_often"), 1);
     let other = rig.issuer.token("understory-system", "ztunnel", Some(("ztunnel-b", "uid-ztunnel-b")));
     assert!(rig.ask(&other, request(Some("spiffe://cluster.local/ns/shop/sa/till"), 0)).await.is_ok());
+}
+
+/// Workloads' own tokens are good for nothing here; they take neither room nor turns from the proxies.
+#[tokio::test]
+async fn a_flood_from_those_who_get_nothing_does_not_reach_the_proxies() {
+    let mut rig = Rig::new("flood");
+    rig.service.rates = Rates::new(Rate { burst: 2, per_second: 1 }, 3);
+    rig.service.strangers = Rates::new(Rate { burst: 1, per_second: 1 }, 3);
+    for n in 0..20 {
+        let (name, uid) = (format!("pod-{n}"), format!("uid-{n}"));
+        let token = rig.issuer.token("shop", "cart", Some((&name, &uid)));
+        assert!(rig.ask(&token, request(Some(CART), 0)).await.is_err());
+    }
+    assert_eq!((refusals(&rig, "not_trusted"), refusals(&rig, "too_often")), (3, 17));
+    assert!(rig.ask_for(CART).await.is_ok());
+}
+
+/// Many at once: all are served, and none is signed by more than its turn allows.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_at_once_are_all_answered() {
+    let rig = Rig::new("at-once");
+    let answers = futures_util::future::join_all((0..50).map(|_| rig.ask_for(CART))).await;
+    let serials: std::collections::HashSet<String> = answers
+        .into_iter()
+        .map(|answer| {
+            let leaf = certificates_from_pem(answer.unwrap()[0].as_bytes()).unwrap();
+            parse_x509_certificate(&leaf[0]).unwrap().1.raw_serial_as_string()
+        })
+        .collect();
+    assert_eq!(serials.len(), 50);
+    assert_eq!(rig.service.signing.available_permits(), 2);
+}
+
+#[tokio::test]
+async fn a_pod_gets_its_identity_from_when_it_is_there_to_when_it_is_gone() {
+    let rig = Rig::new("life");
+    let late = "spiffe://cluster.local/ns/shop/sa/late";
+    let error = rig.ask_for(late).await.unwrap_err();
+    assert!(error.message().contains("(yet)"), "{error}");
+    rig.pod("shop", "late-1", "late", "node-a", "Pending");
+    assert!(rig.ask_for(late).await.is_ok());
+    // Not scheduled any more, as a pod that was made again under its name.
+    rig.pod("shop", "late-1", "late", "", "Pending");
+    assert!(rig.ask_for(late).await.is_err());
+    rig.pod("shop", "late-1", "late", "node-a", "Running");
+    // Told to end, and still there: it may have connections to end well.
+    rig.objects.send_modify(|objects| {
+        let pods = &mut Arc::make_mut(objects).pods;
+        let pod = Arc::make_mut(pods.get_mut(&ObjectName::new("shop", "late-1")).unwrap());
+        pod.metadata.deletion_timestamp = Some(serde_json::from_value(json!("2026-01-01T00:00:00Z")).unwrap());
+    });
+    assert!(rig.ask_for(late).await.is_ok());
+    rig.objects.send_modify(|objects| {
+        Arc::make_mut(objects).pods.remove(&ObjectName::new("shop", "late-1"));
+    });
+    assert_eq!(rig.ask_for(late).await.unwrap_err().code(), Code::Unauthenticated);
+    // The same for the proxy's own pod.
+    rig.objects.send_modify(|objects| {
+        Arc::make_mut(objects).pods.remove(&ObjectName::new("understory-system", "ztunnel-a"));
+    });
+    assert!(rig.ask_for(CART).await.unwrap_err().message().contains("ztunnel-a is not known"));
 }
 
 fn refusals(rig: &Rig, reason: &'static str) -> u64 {

@@ -53,8 +53,11 @@ impl AggregatedDiscoveryService for Discovery {
         let caller = self.tokens.caller(request.metadata()).map_err(|error| {
             self.metrics.stream_refused(error.label());
             // From outside the mesh's own: they must not fill the log.
-            if self.hush.speak() {
-                tracing::warn!(peer = peer.map(tracing::field::display), reason = %error, "refused a discovery stream");
+            if let Some(untold) = self.hush.speak() {
+                let untold = Some(untold).filter(|n| *n > 0);
+                tracing::warn!(
+                    peer = peer.map(tracing::field::display), reason = %error, untold, "refused a discovery stream"
+                );
             }
             Status::from(error)
         })?;

@@ -153,6 +153,21 @@ impl Mesh {
         Metrics::parse(&expect_ok("control's metrics", self.control_place.http_get(admin, "/metrics")))
     }
 
+    /// A page of control's admin port, as JSON.
+    #[track_caller]
+    pub fn control_admin(&self, path: &str) -> Value {
+        let admin = (Ipv4Addr::LOCALHOST, AGENT_ADMIN).into();
+        let body = expect_ok("control's admin page", self.control_place.http_get(admin, path));
+        serde_json::from_str(&body).unwrap_or_else(|e| panic!("{path} is no JSON: {e}\n{body}"))
+    }
+
+    /// Runs `control ca` with these arguments on the control plane's own folder.
+    pub fn control_ca(&self, args: &[&str]) -> std::process::Output {
+        let mut command = self.control_place.command(binary("control"));
+        command.arg("ca").args(args).arg("--ca-dir").arg(self.dir.join("ca"));
+        command.output().unwrap_or_else(|e| panic!("run control ca: {e}"))
+    }
+
     /// The root certificate that control publishes.
     pub fn root_cert(&self) -> PathBuf {
         self.dir.join("root-cert.pem")

@@ -108,6 +108,18 @@ impl HboneClient {
         })
     }
 
+    /// The same with a body, which must be small.
+    pub fn request_with(&mut self, request: http::Request<()>, body: &[u8]) -> Result<Connected, h2::Error> {
+        self.runtime.block_on(async {
+            let mut send = self.send.clone().ready().await?;
+            let (answer, mut stream) = send.send_request(request, false)?;
+            stream.send_data(Bytes::copy_from_slice(body), true)?;
+            let answer = tokio::time::timeout(TIMEOUT, answer).await.expect("an answer comes within 10 s")?;
+            let (head, receive) = answer.into_parts();
+            Ok(Connected { status: head.status.as_u16(), headers: head.headers, send: stream, receive })
+        })
+    }
+
     /// Sends bytes in a stream.
     pub fn say(&self, stream: &mut Connected, bytes: &[u8], end: bool) -> Result<(), h2::Error> {
         // Small enough for the first window.

@@ -1,17 +1,24 @@
 //! The mesh while its certificate authority changes: new connections and requests go on through every rotation, and what
 //! was withdrawn is refused.
 
+use std::fs;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::symlink;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use prost::Message;
+use prost_types::value::Kind;
 use rustls::AlertDescription;
 use serde_json::Value;
 use testbed::{
-    Authority, Behaviour, HboneClient, Mesh, MeshOptions, Server, Shop, TunnelError, wait_for, wait_for_within,
+    AUDIENCE, Authority, Behaviour, HboneClient, ISSUER, Mesh, MeshOptions, Pod, Server, Shop, TokenSpec, TunnelError,
+    wait_for, wait_for_within,
 };
+use ztunnel::identity::PrivateKey;
+use ztunnel::proto::citadel::{IstioCertificateRequest, IstioCertificateResponse};
 
 /// Certificates live this long: long enough for a slow machine to renew them in time, short enough for a test.
 const LIFE: Duration = Duration::from_secs(16);
@@ -185,7 +192,7 @@ fn wait_intermediate(mesh: &Mesh, name: &str) {
 }
 
 /// What a tunnel with this authority's certificate comes to.
-fn is_refused(shop: &Shop, plain: &testbed::Pod, authority: &Authority) -> bool {
+fn is_refused(shop: &Shop, plain: &Pod, authority: &Authority) -> bool {
     match HboneClient::open(plain, shop.far.at(15008), Some(&authority.issue(PEER))) {
         Ok(_) => false,
         Err(TunnelError::Alert(alert)) => {
@@ -205,6 +212,8 @@ fn a_root_is_rotated_by_command_under_traffic_and_the_old_one_is_refused_then() 
     let mesh = shop.mesh();
     let old = mesh.authority();
     assert!(!is_refused(&shop, &plain, &old), "a good certificate is taken, or the rest shows nothing");
+    let mut oldest = shop.client.connect(shop.far_service.at(80)).expect("connect");
+    ask(&mut oldest).expect("an answer");
     Traffic::beside(&shop, |traffic| {
         wait_roots(mesh, 1);
         rotate_when_allowed(mesh, 1);
@@ -216,6 +225,13 @@ fn a_root_is_rotated_by_command_under_traffic_and_the_old_one_is_refused_then() 
         let done = rotate_when_allowed(mesh, 2);
         assert_eq!(done["status"]["rotation"]["stage"], "new-signs");
         traffic.assert_well("the new root signs");
+        mesh.control().kill9();
+        traffic.assert_well("control is away");
+        mesh.start_control();
+        mesh.wait_control_ready();
+        wait_roots(mesh, 2);
+        traffic.assert_well("control is back");
+        ask(&mut oldest).expect("a connection from before the rotation goes on");
 
         let refused = control_ca(mesh, &["rotate"]).unwrap_err();
         assert!(refused.contains("may live until"), "{refused}");
@@ -264,14 +280,15 @@ fn a_stolen_root_is_replaced_by_force_within_seconds_although_certificates_live_
     }
 }
 
-/// Files replaced one after the other, as a person with an editor does: first another intermediate, then another root
-/// with all that belongs to it at once.
+/// First another folder with another intermediate, of which only a look can tell; then files replaced one after the other,
+/// as a person with an editor does: broken ones, and another root with all that belongs to it at once.
 #[test]
 fn plugged_in_files_are_replaced_under_traffic_and_control_takes_the_time_that_proxies_need() {
     let shop = Shop::without_mesh();
     let (old, new) = (Authority::root("old"), Authority::root("new"));
-    let ca = shop.tb.path("ca");
-    old.below("first").plug_into(&ca, &[&old]);
+    let (ca, folder) = (shop.tb.path("ca"), |version: &str| shop.tb.path(&format!("ca-{version}")));
+    old.below("first").plug_into(&folder("first"), &[&old]);
+    symlink(folder("first"), &ca).expect("link");
     shop.tb.start_mesh_with(options());
     shop.enrol();
     let _servers = serve(&shop);
@@ -279,11 +296,13 @@ fn plugged_in_files_are_replaced_under_traffic_and_control_takes_the_time_that_p
     let mesh = shop.mesh();
     wait_intermediate(mesh, "first");
     Traffic::beside(&shop, |traffic| {
-        old.below("second").plug_into(&ca, &[&old]);
+        old.below("second").plug_into(&folder("second"), &[&old]);
+        symlink(folder("second"), shop.tb.path("ca-next")).expect("link");
+        fs::rename(shop.tb.path("ca-next"), &ca).expect("rename");
         wait_intermediate(mesh, "second");
         traffic.assert_well("another intermediate signs");
 
-        std::fs::write(ca.join("ca-cert.pem"), "half of a cert").expect("write");
+        fs::write(ca.join("ca-cert.pem"), "half of a cert").expect("write");
         wait_for("control to say what is wrong", || mesh.control_admin("/debug/ca")["problem"].as_str().map(drop));
         mesh.control().wait_log(&["ca-cert.pem", "those before stay in force"]);
         traffic.assert_well("a broken file");
@@ -299,4 +318,115 @@ fn plugged_in_files_are_replaced_under_traffic_and_control_takes_the_time_that_p
     });
     wait_for("certificates of the old root to be refused", || is_refused(&shop, &plain, &old).then_some(()));
     assert!(!is_refused(&shop, &plain, &new));
+}
+
+/// Asks control for a certificate as a proxy with this token would; how many parts it has, or the status and its message.
+fn certificate(from: &Pod, shop: &Shop, token: &str, identity: &str) -> Result<usize, (String, String)> {
+    let key = PrivateKey::generate().expect("make a key");
+    let kind = Some(Kind::StringValue(identity.to_owned()));
+    let fields = [("ImpersonatedIdentity".to_owned(), prost_types::Value { kind })].into();
+    let request = IstioCertificateRequest {
+        csr: key.certificate_request(&identity.parse().expect("an identity")).expect("a request"),
+        validity_duration: 60,
+        metadata: Some(prost_types::Struct { fields }),
+    };
+    let control = SocketAddr::new(shop.tb.control_ip(), 15012);
+    let mut client = HboneClient::open(from, control, None).expect("control takes the connection");
+    let head = http::Request::post("https://control/istio.v1.auth.IstioCertificateService/CreateCertificate")
+        .version(http::Version::HTTP_2)
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .header("authorization", format!("Bearer {token}"))
+        .body(())
+        .expect("a request");
+    let mut answer = client.request_with(head, &grpc_frame(&request.encode_to_vec())).expect("an answer");
+    if let Some(status) = answer.headers.get("grpc-status") {
+        let text = |value: &http::HeaderValue| value.to_str().expect("text").to_owned();
+        let message = answer.headers.get("grpc-message").map(text).unwrap_or_default();
+        return Err((text(status), message));
+    }
+    let body = client.hear(&mut answer, usize::MAX).expect("a body");
+    let answer = IstioCertificateResponse::decode(&body[5..]).expect("an answer that can be read");
+    Ok(answer.cert_chain.len())
+}
+
+/// One message, not compressed.
+fn grpc_frame(message: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(message.len()).expect("a small message").to_be_bytes();
+    [&[0], &length[..], message].concat()
+}
+
+/// Whoever has a node's token, or a workload's, gets no certificate for what that node does not run; each refusal is told
+/// with caller, identity and reason, and counted.
+#[test]
+fn a_token_is_good_for_its_own_nodes_pods_only_and_each_refusal_is_told() {
+    let shop = Shop::in_mesh();
+    let plain = shop.tb.pod("legacy/plain").start();
+    let mesh = shop.mesh();
+    let token_of = |index: usize| fs::read_to_string(mesh.node(index).token_file()).expect("a token");
+    let [client, near, far] = shop.pods().map(Pod::identity);
+    let count = |reason: &str| mesh.control_metrics().sum("understory_ca_refused_total", &[("reason", reason)]);
+    let signed = || mesh.control_metrics().sum("understory_ca_signing_seconds_count", &[]);
+    let before = signed();
+    for (node, identity) in [(0, &client), (0, &near), (1, &far)] {
+        assert_eq!(certificate(&plain, &shop, &token_of(node), identity), Ok(2), "{identity}");
+    }
+    assert!(signed() >= before + 3.0);
+
+    let spec = TokenSpec {
+        issuer: ISSUER.to_owned(),
+        audience: AUDIENCE.to_owned(),
+        namespace: "shop".to_owned(),
+        service_account: "client".to_owned(),
+        pod: Some((shop.client.pod_name().to_owned(), shop.client.uid().to_owned())),
+        node: Some("node0".to_owned()),
+        valid_for: Some(Duration::from_secs(600)),
+    };
+    let system = "understory-system";
+    let proxy = TokenSpec { namespace: system.into(), service_account: "ztunnel".into(), ..spec.clone() };
+    let other_uid = "00000000-0000-4000-8000-00000000beef".to_owned();
+    let mint = |spec: &TokenSpec| shop.tb.token_key().mint(spec);
+    let proxys = "understory-system/ztunnel";
+    for (what, token, identity, reason, caller) in [
+        ("node0 asks for node1's", token_of(0), &far, "not_on_node", proxys),
+        ("node1 asks for node0's", token_of(1), &client, "not_on_node", proxys),
+        ("a workload asks for itself", mint(&spec), &client, "not_trusted", "shop/client"),
+        ("a workload asks for another", mint(&spec), &far, "not_trusted", "shop/client"),
+        (
+            "a proxy's pod that is another one by now",
+            mint(&TokenSpec { pod: Some(("ztunnel-node0".into(), other_uid)), ..proxy.clone() }),
+            &client,
+            "other_caller",
+            proxys,
+        ),
+        (
+            "a proxy's pod that is not known",
+            mint(&TokenSpec { pod: Some(("ztunnel-node9".into(), "uid".into())), ..proxy.clone() }),
+            &client,
+            "unknown_caller",
+            proxys,
+        ),
+        ("an unbound token", mint(&TokenSpec { pod: None, ..proxy.clone() }), &client, "not_bound", proxys),
+        ("an old token", mint(&TokenSpec { valid_for: None, ..proxy.clone() }), &client, "expired", "unknown"),
+        (
+            "a token for another audience",
+            mint(&TokenSpec { audience: "other".into(), ..proxy.clone() }),
+            &client,
+            "audience",
+            "unknown",
+        ),
+        ("a token of another cluster", testbed::TokenKey::generate().mint(&proxy), &client, "signature", "unknown"),
+        ("no token", String::new(), &client, "malformed", "unknown"),
+    ] {
+        let (before, log) = (count(reason), mesh.control().log_mark());
+        let refused = certificate(&plain, &shop, &token, identity).expect_err(what);
+        // As istiod does: unauthenticated, whatever it was.
+        assert_eq!(refused.0, "16", "{what}: {refused:?}");
+        let identity = if caller == "unknown" { "unknown" } else { identity };
+        let line = log.wait(&["refused a certificate", caller, identity]);
+        assert!(line.contains("reason="), "{what}: {line}");
+        assert!(line.contains(&plain.ip().to_string()) || line.contains(&plain.ip6().to_string()), "{what}: {line}");
+        assert_eq!(count(reason), before + 1.0, "{what}: {line}");
+    }
+    assert_eq!(signed(), mesh.control_metrics().sum("understory_ca_signing_seconds_count", &[]));
 }

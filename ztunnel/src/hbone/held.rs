@@ -4,7 +4,7 @@
 use std::cell::{RefCell, RefMut};
 use std::io;
 use std::pin::Pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -15,14 +15,27 @@ use super::tls::TlsSocket;
 #[derive(Clone)]
 pub struct HeldTls(Rc<RefCell<TlsSocket>>);
 
+/// A handle that does not keep the socket open.
+pub(super) struct WeakTls(Weak<RefCell<TlsSocket>>);
+
 impl HeldTls {
     pub fn new(socket: TlsSocket) -> Self {
         Self(Rc::new(RefCell::new(socket)))
     }
 
+    pub(super) fn downgrade(&self) -> WeakTls {
+        WeakTls(Rc::downgrade(&self.0))
+    }
+
     /// Never held over a poll of the h2 connection.
     pub fn get(&self) -> RefMut<'_, TlsSocket> {
         self.0.borrow_mut()
+    }
+}
+
+impl WeakTls {
+    pub(super) fn upgrade(&self) -> Option<HeldTls> {
+        self.0.upgrade().map(HeldTls)
     }
 }
 

@@ -12,6 +12,7 @@ mod pool;
 mod server;
 mod settings;
 mod tls;
+mod tunnels;
 
 pub(crate) use buffers::Buffer;
 pub use client::{Stream, StreamError, TunnelError};
@@ -20,6 +21,7 @@ pub use headers::{
     Authority, BAGGAGE, Baggage, FORWARDED, REASON, TRACEPARENT, baggage_of, forwarded, is_unusable, read_forwarded,
 };
 pub use pool::{Dialled, OpenError, Pool, PoolKey};
-pub use server::{Abandoned, Accepted, Established, Incoming};
+pub use server::{Abandoned, AcceptError, Accepted, Established, Incoming};
 pub use settings::Settings;
 pub use tls::{TlsError, TlsSocket};
+pub use tunnels::{Round, Tunnels};

@@ -9,14 +9,15 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use http::Request;
 use tokio::sync::Notify;
 
 use super::client::{Stream, StreamError, Tunnel, TunnelError};
 use super::settings::Settings;
-use crate::identity::Identity;
+use super::tunnels::Tunnels;
+use crate::identity::{Certificate, Identity};
 
 /// What a tunnel was made for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -33,6 +34,7 @@ pub struct PoolKey {
 /// A thread's tunnels. `E`: why a socket could not be had.
 pub struct Pool<E> {
     settings: Settings,
+    tunnels: Tunnels,
     peers: RefCell<HashMap<PoolKey, Rc<Peer<E>>>>,
 }
 
@@ -63,12 +65,13 @@ pub enum OpenError<E> {
 /// What is needed to make a tunnel.
 pub struct Dialled {
     pub socket: tokio::net::TcpStream,
-    pub config: Arc<rustls::ClientConfig>,
+    /// That we show.
+    pub certificate: Arc<Certificate>,
 }
 
 impl<E: Clone> Pool<E> {
-    pub fn new(settings: Settings) -> Self {
-        Self { settings, peers: RefCell::default() }
+    pub fn new(settings: Settings, tunnels: Tunnels) -> Self {
+        Self { settings, tunnels, peers: RefCell::default() }
     }
 
     /// Opens a stream, on a tunnel that is there or on a new one for which `dial` gives the socket. A stream that the
@@ -85,13 +88,21 @@ impl<E: Clone> Pool<E> {
         F: Future<Output = Result<Dialled, E>>,
     {
         let peer = self.peers.borrow_mut().entry(key.clone()).or_default().clone();
-        let mut tries = 0;
+        let (mut tries, mut dials) = (0, 0);
         loop {
             let Some(stream) = peer.place(request(), &self.settings) else {
                 let under_way = peer.attempt.borrow().clone();
                 match under_way {
                     Some(attempt) => attempt.end().await?,
-                    None => peer.connect(dial(), &self.settings).await?,
+                    None if dials == TRIES => {
+                        // Each ended before a stream was on it.
+                        let reason = format!("{TRIES} new tunnels could not be used");
+                        return Err(OpenError::Stream(StreamError::NotStarted(reason)));
+                    }
+                    None => {
+                        dials += 1;
+                        peer.connect(dial(), key, self).await?;
+                    }
                 }
                 continue;
             };
@@ -107,7 +118,7 @@ impl<E: Clone> Pool<E> {
     /// Closes tunnels that have had no stream for long. Running streams of a peer that `keep` denies finish, but it gets
     /// no new ones.
     pub fn sweep(&self, keep: impl Fn(&PoolKey) -> bool) {
-        let now = Instant::now();
+        let (now, time) = (Instant::now(), SystemTime::now());
         self.peers.borrow_mut().retain(|key, peer| {
             let mut tunnels = peer.tunnels.borrow_mut();
             if !keep(key) {
@@ -115,7 +126,7 @@ impl<E: Clone> Pool<E> {
             }
             tunnels.retain(|t| {
                 let idle = t.idle_since().map(|since| now.saturating_duration_since(since)).unwrap_or_default();
-                !t.is_ended() && idle < self.settings.idle_timeout
+                !t.is_over(time) && idle < self.settings.idle_timeout
             });
             !tunnels.is_empty() || Rc::strong_count(peer) > 1
         });
@@ -127,14 +138,16 @@ impl<E: Clone> Peer<E> {
     async fn connect(
         &self,
         dial: impl Future<Output = Result<Dialled, E>>,
-        settings: &Settings,
+        key: &PoolKey,
+        pool: &Pool<E>,
     ) -> Result<(), OpenError<E>> {
         let attempt = Rc::new(Attempt { failure: RefCell::default(), over: Notify::new() });
         self.attempt.replace(Some(attempt.clone()));
         let _connecting = Connecting { peer: self, attempt: &attempt };
         let made = async {
-            let Dialled { socket, config } = dial.await.map_err(OpenError::Dial)?;
-            Tunnel::open(socket, config, settings).await.map_err(|error| OpenError::Tunnel(error.into()))
+            let dialled = dial.await.map_err(OpenError::Dial)?;
+            let tunnel = Tunnel::open(dialled, &key.expected, &pool.settings, &pool.tunnels);
+            tunnel.await.map_err(|error| OpenError::Tunnel(error.into()))
         };
         match made.await {
             Ok(tunnel) => self.tunnels.borrow_mut().push(tunnel),
@@ -152,11 +165,12 @@ impl<E: Clone> Peer<E> {
         request: Request<()>,
         settings: &Settings,
     ) -> Option<impl Future<Output = Result<Stream, StreamError>> + use<E>> {
+        let now = SystemTime::now();
         let mut tunnels = self.tunnels.borrow_mut();
-        tunnels.retain(|t| !t.is_ended());
+        tunnels.retain(|t| !t.is_over(now));
         tunnels
             .iter()
-            .map(|t| (t.room(settings), t))
+            .map(|t| (t.room(settings, now), t))
             .filter(|(room, _)| *room > 0)
             .max_by_key(|(room, _)| *room)
             .map(|(_, t)| t.stream(request, settings))
@@ -200,10 +214,15 @@ mod tests {
     use tokio::task::{LocalSet, spawn_local};
 
     use super::*;
+    use crate::identity::{Trust, TrustSettings};
 
     fn key() -> PoolKey {
         let address = "192.0.2.1:15008".parse().unwrap();
         PoolKey { pod: "pod".into(), workload: "workload".into(), address, expected: Vec::new() }
+    }
+
+    fn tunnels() -> Tunnels {
+        Tunnels::new(Trust::new(TrustSettings::default()))
     }
 
     /// Dials that fail once they are told to, counted.
@@ -231,7 +250,7 @@ mod tests {
     #[tokio::test]
     async fn all_who_wait_for_an_attempt_that_fails_are_told_at_once() {
         let all = async {
-            let (pool, dials) = (Rc::new(Pool::new(Settings::default())), Rc::new(Dials::default()));
+            let (pool, dials) = (Rc::new(Pool::new(Settings::default(), tunnels())), Rc::new(Dials::default()));
             let waiting: Vec<_> = (0..10).map(|_| open(&pool, &dials)).collect();
             tokio::task::yield_now().await;
             dials.fail.notify_one();
@@ -252,7 +271,7 @@ mod tests {
     #[tokio::test]
     async fn who_waits_for_an_attempt_that_is_given_up_makes_one() {
         let all = async {
-            let (pool, dials) = (Rc::new(Pool::new(Settings::default())), Rc::new(Dials::default()));
+            let (pool, dials) = (Rc::new(Pool::new(Settings::default(), tunnels())), Rc::new(Dials::default()));
             let first = open(&pool, &dials);
             let second = open(&pool, &dials);
             tokio::task::yield_now().await;

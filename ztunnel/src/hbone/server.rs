@@ -2,15 +2,13 @@
 
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use h2::server::{Connection, SendResponse};
-use h2::{RecvStream, SendStream};
+use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderValue, Request, Response, StatusCode};
-use rustls::ServerConfig;
-use rustls::pki_types::CertificateDer;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -19,7 +17,9 @@ use super::driver::{Ended, Load, StreamCount, Watch, poll_turn};
 use super::headers::REASON;
 use super::held::HeldTls;
 use super::settings::Settings;
-use super::tls::TlsSocket;
+use super::tls::{TlsError, TlsSocket};
+use super::tunnels::{Proof, Tunnels};
+use crate::identity::{Certificate, Identity, PeerRole, peer_identity};
 
 /// A tunnel that a peer opened to one of our pods.
 pub struct Accepted {
@@ -27,7 +27,7 @@ pub struct Accepted {
     tls: HeldTls,
     load: Rc<Load>,
     watch: Watch,
-    peer: Vec<CertificateDer<'static>>,
+    peer: Identity,
 }
 
 /// A CONNECT that waits for its answer.
@@ -40,6 +40,15 @@ pub struct Incoming {
 /// Ready when the peer no longer wants an answer: it has reset the stream, or the tunnel has ended.
 pub struct Abandoned<'a>(&'a mut SendResponse<Bytes>);
 
+/// Why a CONNECT could not be answered any more.
+#[derive(Debug, thiserror::Error)]
+pub enum AcceptError {
+    #[error("the tunnel ended: {0}")]
+    Tunnel(Ended),
+    #[error("the peer left: {0}")]
+    Stream(#[from] h2::Error),
+}
+
 /// A CONNECT that was answered with 200.
 pub struct Established {
     pub send: SendStream<Bytes>,
@@ -50,24 +59,29 @@ pub struct Established {
 impl Accepted {
     pub async fn handshake(
         socket: TcpStream,
-        config: Arc<ServerConfig>,
+        certificate: &Certificate,
         settings: &Settings,
+        tunnels: &Tunnels,
     ) -> Result<Self, TunnelError> {
         let limit = settings.handshake_timeout;
+        let generation = tunnels.generation();
         let both = async {
-            let socket = TlsSocket::accept(socket, config).await?;
-            let peer = socket.peer_certificates().to_vec();
+            let socket = TlsSocket::accept(socket, certificate.server_config()).await?;
+            let peer = peer_identity(socket.peer_certificates()).map_err(TlsError::Peer)?;
+            let peer = certificate.trust().canonical(&peer);
             let tls = HeldTls::new(socket);
             let mut connection =
                 settings.server().handshake(tls.clone()).await.map_err(|e| TunnelError::H2(e.to_string()))?;
             let watch = Watch::new(connection.ping_pong(), settings);
-            Ok(Self { connection, tls, load: Load::new(), watch, peer })
+            let load = Load::new(Some(Proof::new(certificate, PeerRole::Client, &tls)));
+            tunnels.add(&load, generation);
+            Ok(Self { connection, tls, load, watch, peer })
         };
         timeout(limit, both).await.map_err(|_| TunnelError::Timeout(limit))?
     }
 
-    /// The peer's certificate chain, leaf first; verified by the configuration's verifier.
-    pub fn peer_certificates(&self) -> &[CertificateDer<'static>] {
+    /// Who the peer is, as policies see it. Its chain was verified.
+    pub fn peer(&self) -> &Identity {
         &self.peer
     }
 
@@ -75,16 +89,29 @@ impl Accepted {
     /// tunnel.
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Incoming, Ended>>> {
         let Self { connection, tls, load, watch, .. } = self;
-        let next = match poll_turn(cx, tls, watch, load, |cx| connection.poll_accept(cx)) {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(next) => next,
-        };
-        Poll::Ready(match next {
-            Ok(Some(Ok((request, respond)))) => Some(Ok(Incoming { request, respond, count: load.count() })),
-            Ok(Some(Err(error))) => Some(Err(Ended::Failed(error.to_string()))),
-            Ok(None) => None,
-            Err(ended) => Some(Err(ended)),
-        })
+        loop {
+            if load.take_draining() {
+                connection.graceful_shutdown();
+            }
+            let ended = match std::task::ready!(poll_turn(cx, tls, watch, load, |cx| connection.poll_accept(cx))) {
+                Ok(Some(Ok((request, mut respond)))) => {
+                    if load.is_open(SystemTime::now()) {
+                        return Poll::Ready(Some(Ok(Incoming { request, respond, count: load.count() })));
+                    }
+                    // The peer may try it on another tunnel: nothing of it has been taken.
+                    respond.send_reset(Reason::REFUSED_STREAM);
+                    continue;
+                }
+                Ok(Some(Err(error))) => match tls.get().alert() {
+                    Some(alert) => Ended::Alert(alert),
+                    None => Ended::Failed(error.to_string()),
+                },
+                Ok(None) => return Poll::Ready(None),
+                Err(ended) => ended,
+            };
+            load.end(ended.clone());
+            return Poll::Ready(Some(Err(ended)));
+        }
     }
 
     /// Tells the peer to open no more streams here (GOAWAY); those that run finish.
@@ -104,8 +131,11 @@ impl Incoming {
     }
 
     /// The app is reached: from now on bytes flow.
-    pub fn accept(self, baggage: Option<HeaderValue>) -> Result<Established, h2::Error> {
+    pub fn accept(self, baggage: Option<HeaderValue>) -> Result<Established, AcceptError> {
         let Self { request, mut respond, count } = self;
+        if let Some(ended) = count.tunnel_ended() {
+            return Err(AcceptError::Tunnel(ended));
+        }
         let mut response = Response::new(());
         if let Some(baggage) = baggage {
             response.headers_mut().insert(super::headers::BAGGAGE, baggage);

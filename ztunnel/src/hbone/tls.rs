@@ -15,17 +15,21 @@ use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
 use rustls::pki_types::{CertificateDer, IpAddr, Ipv4Addr, ServerName};
 use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};
-use rustls::{ClientConfig, ServerConfig};
+use rustls::{AlertDescription, ClientConfig, ServerConfig};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::buffers::{BUFFER_SIZE, Buffer};
+use crate::identity::{PeerError, describe_tls_error, take_refusal};
 
 /// Why a TLS connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    #[error("TLS: {0}")]
+    #[error("TLS: {}", describe_tls_error(.0))]
     Protocol(#[from] rustls::Error),
+    /// We do not take the peer for who it should be.
+    #[error("{0}")]
+    Peer(PeerError),
     #[error("{0}")]
     Io(#[from] io::Error),
     #[error("the peer closed the connection during the handshake")]
@@ -53,6 +57,8 @@ pub struct TlsSocket {
     turned_away: bool,
     /// When bytes last came from the peer: any frame is a sign of life.
     last_heard: Instant,
+    /// By which the peer ended TLS.
+    alert: Option<AlertDescription>,
 }
 
 enum Tls {
@@ -101,6 +107,11 @@ impl TlsSocket {
         &self.socket
     }
 
+    /// The alert by which the peer ended TLS, if it did.
+    pub fn alert(&self) -> Option<AlertDescription> {
+        self.alert
+    }
+
     pub fn last_heard(&self) -> Instant {
         self.last_heard
     }
@@ -118,13 +129,16 @@ impl TlsSocket {
             closing: false,
             turned_away: false,
             last_heard: Instant::now(),
+            alert: None,
         };
         loop {
             let step = match this.step(&mut NoData) {
                 Ok(step) => step,
                 Err(error) => {
+                    // At once: other connections of this thread have refusals of their own.
+                    let refusal = take_refusal();
                     this.send_alert().await;
-                    return Err(error.into());
+                    return Err(refusal.map_or(TlsError::Protocol(error), TlsError::Peer));
                 }
             };
             match step {
@@ -210,6 +224,9 @@ impl TlsSocket {
                     }
                 }
                 Err(error) => {
+                    if let rustls::Error::AlertReceived(alert) = error {
+                        self.alert = Some(alert);
+                    }
                     self.take_alert();
                     return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
                 }

@@ -8,15 +8,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use prost_types::value::Kind;
+use tonic::Code;
 use tonic::transport::Channel;
 
 use super::control_plane::{ControlPlane, LinkError, LinkTimings, Roots, describe_status, link_error};
-use super::{Certificate, CertificateError, Identity, KeyError, PrivateKey, TrustSettings};
+use super::{Certificate, CertificateError, Identity, KeyError, PrivateKey, Trust};
 use crate::proto::citadel::IstioCertificateRequest;
 use crate::proto::citadel::istio_certificate_service_client::IstioCertificateServiceClient;
 
 /// What signs certificates for workloads.
 pub trait CertificateAuthority: Send + Sync + 'static {
+    /// Where it is, for error texts.
+    fn address(&self) -> String;
+
     /// A fresh certificate with a fresh key.
     fn issue(&self, identity: Identity) -> Pin<Box<dyn Future<Output = Result<Certificate, IssueError>> + Send + '_>>;
 }
@@ -27,7 +31,7 @@ pub enum IssueError {
     #[error("no certificate for {identity} from {authority}: {reason}")]
     Link { identity: Identity, authority: String, reason: LinkError },
     #[error("{authority} refused a certificate for {identity}: {reason}")]
-    Refused { identity: Identity, authority: String, reason: String },
+    Refused { identity: Identity, authority: String, reason: String, denied: bool },
     #[error("no certificate for {identity} from {authority}: no answer within {limit:?}")]
     Timeout { identity: Identity, authority: String, limit: Duration },
     #[error("{authority} sent an unusable certificate for {identity}: {reason}")]
@@ -40,7 +44,7 @@ pub enum IssueError {
 pub struct CaClient {
     control_plane: ControlPlane,
     settings: CaClientSettings,
-    trust: Arc<TrustSettings>,
+    trust: Trust,
     /// The channel, and the roots that it was made with.
     channel: Mutex<Option<(Roots, Channel)>>,
 }
@@ -54,6 +58,13 @@ pub struct CaClientSettings {
     pub timings: LinkTimings,
 }
 
+impl IssueError {
+    /// Whether the authority decided that the identity is not for us; anything else may be trouble of its own.
+    pub fn is_denial(&self) -> bool {
+        matches!(self, Self::Refused { denied: true, .. })
+    }
+}
+
 impl Default for CaClientSettings {
     fn default() -> Self {
         Self {
@@ -65,7 +76,7 @@ impl Default for CaClientSettings {
 }
 
 impl CaClient {
-    pub fn new(control_plane: ControlPlane, settings: CaClientSettings, trust: Arc<TrustSettings>) -> Self {
+    pub fn new(control_plane: ControlPlane, settings: CaClientSettings, trust: Trust) -> Self {
         Self { control_plane, settings, trust, channel: Mutex::default() }
     }
 
@@ -98,6 +109,7 @@ impl CaClient {
                     identity: identity.clone(),
                     authority: authority.clone(),
                     reason: describe_status(&status),
+                    denied: matches!(status.code(), Code::PermissionDenied | Code::Unauthenticated),
                 },
             })?
             .into_inner();
@@ -129,6 +141,10 @@ impl CaClient {
 }
 
 impl CertificateAuthority for CaClient {
+    fn address(&self) -> String {
+        self.control_plane.address.to_string()
+    }
+
     fn issue(&self, identity: Identity) -> Pin<Box<dyn Future<Output = Result<Certificate, IssueError>> + Send + '_>> {
         Box::pin(self.request(identity))
     }

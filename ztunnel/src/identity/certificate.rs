@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::client::Resumption;
-use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::pki_types::CertificateDer;
 use rustls::sign::{CertifiedKey, SigningKey};
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, ServerConfig};
 
-use super::tls::{self, ALPN_H2, ClientVerifier, PeerError, ServerVerifier, TrustSettings};
+use super::peer::{self, Names, PeerError};
+use super::tls::{self, ALPN_H2, ClientVerifier, ServerVerifier, Verifier};
+use super::trust::{self, Trust};
 use super::{Identity, PemError, pem};
 
 /// A certificate of a workload, checked and ready for use.
@@ -20,11 +22,10 @@ pub struct Certificate {
     identity: Identity,
     key: Arc<CertifiedKey>,
     roots: Vec<CertificateDer<'static>>,
-    root_store: Arc<RootCertStore>,
+    trust: Trust,
     not_before: SystemTime,
     not_after: SystemTime,
     serial: String,
-    settings: Arc<TrustSettings>,
     server: OnceLock<Arc<ServerConfig>>,
     clients: Mutex<HashMap<Box<[Identity]>, Arc<ClientConfig>>>,
 }
@@ -69,7 +70,7 @@ impl Certificate {
         identity: &Identity,
         key: Arc<dyn SigningKey>,
         answer: &[impl AsRef<[u8]>],
-        settings: Arc<TrustSettings>,
+        trust: Trust,
     ) -> Result<Self, CertificateError> {
         let [chain @ .., roots] = answer else { return Err(CertificateError::Incomplete(0)) };
         if chain.is_empty() {
@@ -80,21 +81,22 @@ impl Certificate {
         for (i, text) in chain.iter().enumerate() {
             certificates.extend(read(if i == 0 { "the leaf" } else { "an intermediate" }, text.as_ref())?);
         }
-        Self::new(identity, key, certificates, read("the trust roots", roots.as_ref())?, settings)
+        Self::new(identity, key, certificates, read("the trust roots", roots.as_ref())?, trust)
     }
 
-    /// `chain` starts with the leaf.
+    /// `chain` starts with the leaf. `roots` came with it; they must hold for it, but whom the certificate trusts is
+    /// for `trust` to say, at each handshake.
     pub fn new(
         identity: &Identity,
         key: Arc<dyn SigningKey>,
         chain: Vec<CertificateDer<'static>>,
         roots: Vec<CertificateDer<'static>>,
-        settings: Arc<TrustSettings>,
+        trust: Trust,
     ) -> Result<Self, CertificateError> {
-        let (leaf, intermediates) = chain.split_first().ok_or(CertificateError::Incomplete(0))?;
-        let names = tls::spiffe_names(leaf).map_err(|e| CertificateError::Unreadable(e.to_string()))?;
+        let leaf = chain.first().ok_or(CertificateError::Incomplete(0))?;
+        let names = peer::spiffe_names(leaf).map_err(|e| CertificateError::Unreadable(e.to_string()))?;
         if names != [identity.clone()] {
-            let found = tls::Names(names).to_string();
+            let found = Names(names).to_string();
             return Err(CertificateError::WrongIdentity { found, expected: identity.clone() });
         }
         let info = describe(leaf).map_err(|e| CertificateError::Unreadable(e.to_string()))?;
@@ -103,13 +105,7 @@ impl Certificate {
         if now < not_before || now >= not_after {
             return Err(CertificateError::NotValidNow { not_before, not_after, now });
         }
-        let mut root_store = RootCertStore::empty();
-        for root in &roots {
-            if let Err(reason) = root_store.add(root.clone()) {
-                tracing::warn!(%identity, %reason, "a trust root that came with the certificate cannot be used");
-            }
-        }
-        tls::verify_chain(leaf, intermediates, &root_store, UnixTime::now())
+        trust::verify_own(identity.trust_domain(), &roots, &chain)
             .map_err(|e| CertificateError::Chain(e.to_string()))?;
         let key = CertifiedKey::new(chain, key);
         key.keys_match().map_err(|_| CertificateError::WrongKey)?;
@@ -117,11 +113,10 @@ impl Certificate {
             identity: identity.clone(),
             key: Arc::new(key),
             roots,
-            root_store: Arc::new(root_store),
+            trust,
             not_before,
             not_after,
             serial: info.serial,
-            settings,
             server: OnceLock::new(),
             clients: Mutex::default(),
         })
@@ -157,9 +152,19 @@ impl Certificate {
         &self.key.cert
     }
 
-    /// What peers' chains must end in.
+    /// The roots that came with it.
     pub fn roots(&self) -> &[CertificateDer<'static>] {
         &self.roots
+    }
+
+    /// Whom it takes for a peer.
+    pub fn trust(&self) -> &Trust {
+        &self.trust
+    }
+
+    /// Whether its own chain leads to a root that is trusted still.
+    pub fn is_trusted(&self) -> bool {
+        self.trust.leads_to_root(self.identity.trust_domain(), self.chain(), self.not_before)
     }
 
     /// Leaf and intermediates, for the dump.
@@ -167,9 +172,9 @@ impl Certificate {
         self.chain().iter().filter_map(|c| describe(c).ok()).collect()
     }
 
-    /// The roots, for the dump.
+    /// The roots that its peers must lead to now, for the dump.
     pub fn roots_info(&self) -> Vec<CertificateInfo> {
-        self.roots.iter().filter_map(|c| describe(c).ok()).collect()
+        self.trust.roots(self.identity.trust_domain()).iter().filter_map(|c| describe(c).ok()).collect()
     }
 
     /// For accepting tunnels as this workload. Asks for the peer's certificate and checks chain and trust domain;
@@ -193,21 +198,20 @@ impl Certificate {
     }
 
     fn build_server_config(&self) -> ServerConfig {
-        let verifier = ClientVerifier::new(self.root_store.clone(), self.identity.trust_domain(), &self.settings)
-            .expect("the root store was built from at least one root, with which the own chain was verified");
+        let verifier = ClientVerifier(self.verifier());
         let mut config = ServerConfig::builder_with_provider(tls::provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("the provider has suites for TLS 1.3")
             .with_client_cert_verifier(Arc::new(verifier))
             .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(self.key.clone())));
         config.alpn_protocols = vec![ALPN_H2.to_vec()];
-        // Resumption would go round the checks of the peer's certificate.
+        // A resumed session would outlive the trust in the certificate that it began with.
         config.send_tls13_tickets = 0;
         config
     }
 
     fn build_client_config(&self, expected: &[Identity]) -> ClientConfig {
-        let verifier = ServerVerifier { roots: self.root_store.clone(), expected: expected.into() };
+        let verifier = ServerVerifier { verifier: self.verifier(), expected: expected.into() };
         let mut config = ClientConfig::builder_with_provider(tls::provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("the provider has suites for TLS 1.3")
@@ -218,6 +222,10 @@ impl Certificate {
         config.enable_sni = false;
         config.resumption = Resumption::disabled();
         config
+    }
+
+    fn verifier(&self) -> Verifier {
+        Verifier { trust: self.trust.clone(), own: self.identity.trust_domain().clone() }
     }
 }
 
@@ -258,7 +266,7 @@ fn to_pem(der: &[u8]) -> String {
     text
 }
 
-fn at(seconds: i64) -> SystemTime {
+pub(super) fn at(seconds: i64) -> SystemTime {
     match u64::try_from(seconds) {
         Ok(after) => UNIX_EPOCH + Duration::from_secs(after),
         Err(_) => UNIX_EPOCH - Duration::from_secs(seconds.unsigned_abs()),

@@ -21,7 +21,7 @@ use tonic::metadata::{AsciiMetadataKey, AsciiMetadataValue, MetadataMap};
 use tonic::transport::{Channel, Endpoint};
 
 use super::pem;
-use super::tls::{ALPN_H2, provider};
+use super::tls::{ALPN_H2, describe_tls_error, provider};
 use crate::files::{read_small, read_small_text};
 
 /// Where a service of the control plane is, and how we and it prove who we are.
@@ -307,11 +307,19 @@ impl Connector {
         let stream = timeout(limit, tokio_rustls::TlsConnector::from(tls).connect(name, stream))
             .await
             .map_err(|_| fail(format!("no end of the handshake within {limit:?}")))?
-            .map_err(|e| fail(e.to_string()))?;
+            .map_err(|e| fail(in_plain_words(&e)))?;
         if stream.get_ref().1.alpn_protocol() != Some(ALPN_H2) {
             return Err(fail("the server does not speak h2".into()));
         }
         Ok(TokioIo::new(Box::new(stream)))
+    }
+}
+
+/// With both times, where a certificate is not valid at ours.
+fn in_plain_words(error: &std::io::Error) -> String {
+    match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
+        Some(tls) => describe_tls_error(tls),
+        None => error.to_string(),
     }
 }
 

@@ -123,4 +123,54 @@ mod tests {
         assert!(pem.contents.windows(critical_san.len()).any(|w| w == critical_san));
         rcgen::CertificateSigningRequestParams::from_pem(&text).expect("the signature holds");
     }
+
+    /// Looks through the memory of this process. What is looked for is held masked, so that it is not found itself.
+    fn copies_in_memory(masked: &[u8], mask: u8) -> usize {
+        use std::io::{Read, Seek, SeekFrom};
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let mut memory = std::fs::File::open("/proc/self/mem").unwrap();
+        let first = masked[0] ^ mask;
+        let mut copies = 0;
+        let mut chunk = vec![0u8; 1 << 20];
+        for line in maps.lines().filter(|line| line.split_whitespace().nth(1).is_some_and(|p| p.starts_with("rw"))) {
+            let range = line.split_whitespace().next().unwrap();
+            let (from, to) = range.split_once('-').unwrap();
+            let (mut at, to) = (u64::from_str_radix(from, 16).unwrap(), u64::from_str_radix(to, 16).unwrap());
+            while at < to {
+                let size = chunk.len().min((to - at) as usize);
+                // A mapping may be gone by now, and what stands in our own buffer would be counted twice.
+                let seen = memory.seek(SeekFrom::Start(at)).and_then(|_| memory.read(&mut chunk[..size]));
+                let Ok(n @ 1..) = seen else { break };
+                let own = chunk.as_ptr() as u64..chunk.as_ptr() as u64 + chunk.len() as u64;
+                for start in 0..n.saturating_sub(masked.len() - 1) {
+                    let here = chunk[start] == first
+                        && chunk[start..].iter().zip(masked).all(|(byte, masked)| *byte == *masked ^ mask);
+                    copies += usize::from(here && !own.contains(&(at + start as u64)));
+                }
+                // The next piece overlaps, so that nothing is missed between two.
+                at += (n.saturating_sub(masked.len() - 1)).max(1) as u64;
+            }
+        }
+        chunk.fill(0);
+        copies
+    }
+
+    #[test]
+    fn a_dropped_key_leaves_no_copy_in_memory() {
+        use aws_lc_rs::encoding::{AsBigEndian, EcPrivateKeyBin};
+        const MASK: u8 = 0xa5;
+        let key = PrivateKey::generate().unwrap();
+        let other_owner = key.clone();
+        let mut scalar =
+            AsBigEndian::<EcPrivateKeyBin<'_>>::as_be_bytes(&key.0.private_key()).unwrap().as_ref().to_vec();
+        let masked: Vec<u8> = scalar.iter().map(|b| b ^ MASK).collect();
+        let reversed: Vec<u8> = masked.iter().rev().copied().collect();
+        zeroize::Zeroize::zeroize(&mut scalar);
+        let copies = || copies_in_memory(&masked, MASK) + copies_in_memory(&reversed, MASK);
+        assert!(copies() > 0, "the search finds a key that is there");
+        drop(key);
+        assert!(copies() > 0, "it lives as long as its last owner");
+        drop(other_owner);
+        assert_eq!(copies(), 0);
+    }
 }

@@ -1,21 +1,21 @@
 //! The node's certificates: fetched before they are needed, renewed at half of their life, forgotten with the last
-//! workload that had the identity.
+//! workload that had the identity. Each answer also says which roots are trusted, for all identities.
 //!
 //! Must never hand out an expired certificate, and one identity's trouble must never slow another.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
-use futures_util::StreamExt;
-use futures_util::stream::FuturesUnordered;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use super::{Certificate, CertificateAuthority, Identity, IssueError};
+mod worker;
+
+use super::{Certificate, CertificateAuthority, Identity, IssueError, Learned, Trust};
 use crate::random;
 
 /// All certificates of this proxy. Cheap to clone.
@@ -24,7 +24,8 @@ pub struct Store(Arc<Shared>);
 
 #[derive(Debug, Clone)]
 pub struct StoreSettings {
-    /// Requests to the authority at a time.
+    /// Requests to the authority at a time. One that has no answer for a second no longer counts, so that identities
+    /// that the authority never answers for leave room for others.
     pub in_flight: usize,
     /// Wait after the first failure of an identity; doubles with each further one, ±20 %.
     pub first_backoff: Duration,
@@ -42,6 +43,8 @@ pub struct IdentityState {
     pub last_error: Option<String>,
     /// Failures since the last success.
     pub failures: u32,
+    /// The authority has decided against this identity since the last success.
+    pub denied: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -83,6 +86,11 @@ enum Priority {
 
 struct Shared {
     settings: StoreSettings,
+    /// For error texts.
+    authority: String,
+    trust: Trust,
+    /// The generation of the trust by which our own certificates were last checked.
+    checked: AtomicU64,
     entries: Mutex<HashMap<Identity, Entry>>,
     /// What `get` reads.
     available: ArcSwap<HashMap<Identity, Arc<Certificate>>>,
@@ -109,6 +117,9 @@ struct Entry {
     failures: u32,
     /// Certificates in a row that came with other roots than expected.
     behind: u32,
+    denied: bool,
+    /// The last failure was that the authority could not be reached.
+    unreached: bool,
     priority: Priority,
     in_flight: bool,
     /// Tells an answer that comes after the entry was forgotten and made again.
@@ -131,9 +142,12 @@ impl Default for StoreSettings {
 
 impl Store {
     /// Starts the worker on the current runtime. It ends with the last clone of the store.
-    pub fn start(authority: Arc<dyn CertificateAuthority>, settings: StoreSettings) -> Self {
+    pub fn start(authority: Arc<dyn CertificateAuthority>, trust: Trust, settings: StoreSettings) -> Self {
         let shared = Arc::new(Shared {
             settings,
+            authority: authority.address(),
+            trust,
+            checked: AtomicU64::new(0),
             entries: Mutex::default(),
             available: ArcSwap::default(),
             changes: watch::Sender::new(0),
@@ -141,7 +155,7 @@ impl Store {
             wake: Arc::default(),
             counters: StoreCounters::default(),
         });
-        tokio::spawn(work(Arc::downgrade(&shared), shared.wake.clone(), authority));
+        tokio::spawn(worker::work(Arc::downgrade(&shared), shared.wake.clone(), authority));
         Self(shared)
     }
 
@@ -170,7 +184,7 @@ impl Store {
                         return Err(StoreError::Unavailable(error.clone()));
                     }
                     (None, Some(error)) => error.clone(),
-                    (None, None) => "no answer yet".to_owned(),
+                    (None, None) => format!("no answer yet from {}", self.0.authority),
                 },
             };
             match tokio::time::timeout_at(deadline, news.changed()).await {
@@ -203,8 +217,8 @@ impl Store {
         }
     }
 
-    /// These roots are in force now: certificates that came with others are renewed, spread over `within`. Nothing is
-    /// trusted for that; what a certificate trusts came with it.
+    /// These roots are in force now: certificates that came with others are renewed, the first at once, so that its
+    /// answer changes the trust, and the rest spread over `within`. Nothing is trusted for the announcement alone.
     pub fn expect_roots(&self, roots: Vec<CertificateDer<'static>>, within: Duration) {
         let mut entries = self.0.lock();
         let expected = Expected { roots, within };
@@ -213,7 +227,8 @@ impl Store {
         for entry in entries.values_mut() {
             entry.behind = 0;
             if entry.certificate.as_ref().is_some_and(|certificate| !expected.is_met_by(certificate)) {
-                entry.next_try = entry.next_try.min(now + within.mul_f64(random::factor(1.0) / 2.0));
+                let wait = if early == 0 { Duration::ZERO } else { within.mul_f64(random::factor(1.0) / 2.0) };
+                entry.next_try = entry.next_try.min(now + wait);
                 early += 1;
             }
         }
@@ -221,6 +236,16 @@ impl Store {
         *self.0.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some(expected);
         drop(entries);
         self.0.wake.notify_one();
+    }
+
+    /// Whom our certificates take for peers.
+    pub fn trust(&self) -> &Trust {
+        &self.0.trust
+    }
+
+    /// Whether the authority has decided against this identity since it last issued a certificate for it.
+    pub fn is_denied(&self, identity: &Identity) -> bool {
+        self.0.lock().get(identity).is_some_and(|entry| entry.denied)
     }
 
     /// All identities that are known here, in order.
@@ -282,6 +307,16 @@ impl Shared {
     /// Drops what has expired, and tells when something is due next.
     fn sweep(&self) -> Instant {
         let mut entries = self.lock();
+        let generation = self.trust.generation();
+        if self.checked.swap(generation, Ordering::Relaxed) != generation {
+            for (identity, entry) in entries.iter_mut() {
+                if entry.certificate.as_ref().is_some_and(|c| !c.is_trusted()) && entry.failures == 0 {
+                    tracing::info!(%identity, "the root of this certificate was withdrawn: renewing it now");
+                    entry.priority = entry.priority.max(Priority::Prefetch);
+                    entry.next_try = Instant::now();
+                }
+            }
+        }
         let now = SystemTime::now();
         let mut changed = false;
         entries.retain(|_, entry| {
@@ -303,6 +338,12 @@ impl Shared {
         entries.values().filter_map(Entry::due).min().map_or(latest, |next| next.min(latest))
     }
 
+    /// Whether a certificate came with other roots than those that are said to be in force.
+    fn is_behind(&self, certificate: &Certificate) -> bool {
+        let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        expected.as_ref().is_some_and(|expected| !expected.is_met_by(certificate))
+    }
+
     /// When to ask again for a certificate that did not come with the roots that are in force, as from a replica of the
     /// authority that is behind.
     fn sooner(&self, entry: &mut Entry, certificate: &Certificate) -> Option<Duration> {
@@ -316,8 +357,23 @@ impl Shared {
         Some(wait.mul_f64(random::factor(0.2)))
     }
 
-    fn finish(&self, identity: &Identity, generation: u64, result: Result<Certificate, IssueError>) {
+    fn finish(&self, identity: &Identity, generation: u64, asked: Instant, result: Result<Certificate, IssueError>) {
+        // Also of an answer that comes too late for its identity.
+        let learned = match &result {
+            Ok(certificate) => {
+                let roots = certificate.roots();
+                self.trust.learn(identity.trust_domain(), roots, asked, self.is_behind(certificate))
+            }
+            Err(_) => Learned::Same,
+        };
         let mut entries = self.lock();
+        if result.is_ok() {
+            // The authority is back: those that wait for it need not wait longer.
+            for entry in entries.values_mut().filter(|entry| entry.unreached && !entry.in_flight) {
+                let soon = RECOVERY.mul_f64(random::factor(1.0) / 2.0);
+                entry.next_try = entry.next_try.min(Instant::now() + soon);
+            }
+        }
         let Some(entry) = entries.get_mut(identity).filter(|entry| entry.generation == generation) else { return };
         entry.in_flight = false;
         entry.priority = Priority::Renewal;
@@ -325,10 +381,15 @@ impl Shared {
             Ok(certificate) => {
                 tracing::debug!(%identity, serial = certificate.serial(), "certificate issued");
                 let renewal = renew_in(&certificate, SystemTime::now());
-                entry.next_try = Instant::now() + self.sooner(entry, &certificate).map_or(renewal, |s| s.min(renewal));
+                // One that is behind the announcement has pauses of its own.
+                let again = (learned == Learned::Doubtful).then_some(self.settings.first_backoff);
+                let early = self.sooner(entry, &certificate).or(again).unwrap_or(renewal);
+                entry.next_try = Instant::now() + early.min(renewal);
                 entry.certificate = Some(Arc::new(certificate));
                 entry.last_error = None;
                 entry.failures = 0;
+                entry.denied = false;
+                entry.unreached = false;
             }
             Err(error) => {
                 let reason = error.to_string();
@@ -341,6 +402,8 @@ impl Shared {
                     "no certificate issued"
                 );
                 entry.failures = entry.failures.saturating_add(1);
+                entry.denied |= error.is_denial();
+                entry.unreached = matches!(error, IssueError::Link { .. });
                 entry.last_error = Some(reason);
                 let until_expiry = entry
                     .certificate
@@ -374,6 +437,8 @@ impl Entry {
             last_error: None,
             failures: 0,
             behind: 0,
+            denied: false,
+            unreached: false,
             priority,
             in_flight: false,
             generation: GENERATION.fetch_add(1, Ordering::Relaxed),
@@ -405,6 +470,7 @@ impl Entry {
             state,
             last_error: self.last_error.clone(),
             failures: self.failures,
+            denied: self.denied,
         }
     }
 }
@@ -420,49 +486,7 @@ impl StoreSettings {
 /// so that a node's certificates do not come all at once.
 fn renew_in(certificate: &Certificate, now: SystemTime) -> Duration {
     let left = certificate.not_after().duration_since(now).unwrap_or_default();
-    left.mul_f64(0.5 * random::factor(0.2))
-}
-
-/// The one task that asks the authority.
-async fn work(shared: Weak<Shared>, wake: Arc<Notify>, authority: Arc<dyn CertificateAuthority>) {
-    let mut running = FuturesUnordered::new();
-    loop {
-        // Never held over an await, so that dropping the store ends the task.
-        let Some(store) = shared.upgrade() else { return };
-        while running.len() < store.settings.in_flight {
-            let Some((identity, generation)) = store.next_due() else { break };
-            let (authority, limit) = (authority.clone(), store.settings.request_timeout);
-            running.push(async move {
-                let started = Instant::now();
-                let result = match tokio::time::timeout(limit, authority.issue(identity.clone())).await {
-                    Ok(result) => result,
-                    Err(_) => Err(IssueError::Timeout {
-                        identity: identity.clone(),
-                        authority: "the certificate service".to_owned(),
-                        limit,
-                    }),
-                };
-                (identity, generation, result, started.elapsed())
-            });
-        }
-        store.counters.in_flight.store(running.len() as u64, Ordering::Relaxed);
-        let next = store.sweep();
-        let full = running.len() >= store.settings.in_flight;
-        drop(store);
-
-        let done = tokio::select! {
-            Some(done) = running.next() => Some(done),
-            () = wake.notified() => None,
-            () = tokio::time::sleep_until(next), if !full => None,
-        };
-        let Some(store) = shared.upgrade() else { return };
-        if let Some((identity, generation, result, took)) = done {
-            let counter = if result.is_ok() { &store.counters.issued } else { &store.counters.failed };
-            counter.fetch_add(1, Ordering::Relaxed);
-            store.counters.request_micros.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
-            store.finish(&identity, generation, result);
-        }
-    }
+    left.mul_f64(0.5 * random::factor(0.2)).max(SOONEST_RENEWAL)
 }
 
 impl Drop for Shared {
@@ -473,6 +497,10 @@ impl Drop for Shared {
 }
 
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
+/// Within which those that could not reach the authority ask again once somebody has.
+const RECOVERY: Duration = Duration::from_secs(1);
+/// An authority that gives ever shorter lives, as one that is about to end, is not asked ever more often.
+const SOONEST_RENEWAL: Duration = Duration::from_millis(500);
 
 #[cfg(test)]
 mod tests;

@@ -12,7 +12,7 @@ use rustls::pki_types::CertificateDer;
 use tokio::io::DuplexStream;
 use tokio::net::TcpListener;
 
-use super::{Certificate, Identity, PrivateKey, TrustSettings};
+use super::{Certificate, Identity, PrivateKey, Trust, TrustSettings};
 
 pub(crate) struct TestCa(CertifiedIssuer<'static, KeyPair>);
 
@@ -41,6 +41,7 @@ impl Leaf {
     fn params(&self) -> CertificateParams {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
+        params.serial_number = Some(crate::random::next_u64().into());
         params.subject_alt_names = self.names.iter().map(|n| SanType::URI(n.as_str().try_into().unwrap())).collect();
         params.not_before = self.not_before.into();
         params.not_after = self.not_after.into();
@@ -52,6 +53,13 @@ impl Leaf {
 impl TestCa {
     pub(crate) fn new(name: &str) -> Self {
         Self(CertifiedIssuer::self_signed(ca_params(name), KeyPair::generate().unwrap()).unwrap())
+    }
+
+    /// One that ended or will end then.
+    pub(crate) fn ending(name: &str, end: SystemTime) -> Self {
+        let mut params = ca_params(name);
+        params.not_after = end.into();
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
     /// An authority below this one, and its certificate.
@@ -67,27 +75,57 @@ impl TestCa {
         self.0.der().clone()
     }
 
-    pub(crate) fn certificate(&self, identity: &Identity) -> Arc<Certificate> {
-        self.certificate_with(identity, TrustSettings::default())
+    /// Trust in this authority alone.
+    pub(crate) fn trust(&self, identity: &Identity, settings: TrustSettings) -> Trust {
+        let trust = Trust::new(settings);
+        trust.learn(identity.trust_domain(), &[self.root_der()], tokio::time::Instant::now(), false);
+        trust
     }
 
-    pub(crate) fn certificate_with(&self, identity: &Identity, settings: TrustSettings) -> Arc<Certificate> {
-        Arc::new(self.try_certificate(identity, &Leaf::of(identity), settings).unwrap())
+    pub(crate) fn certificate(&self, identity: &Identity) -> Arc<Certificate> {
+        self.certificate_with(identity, self.trust(identity, TrustSettings::default()))
+    }
+
+    pub(crate) fn certificate_with(&self, identity: &Identity, trust: Trust) -> Arc<Certificate> {
+        Arc::new(self.try_certificate(identity, &Leaf::of(identity), trust).unwrap())
     }
 
     pub(crate) fn try_certificate(
         &self,
         identity: &Identity,
         leaf: &Leaf,
-        settings: TrustSettings,
+        trust: Trust,
+    ) -> Result<Certificate, super::CertificateError> {
+        self.certificate_with_roots(identity, leaf, vec![self.root_der()], trust)
+    }
+
+    /// One that came with these roots.
+    pub(crate) fn certificate_with_roots(
+        &self,
+        identity: &Identity,
+        leaf: &Leaf,
+        roots: Vec<CertificateDer<'static>>,
+        trust: Trust,
     ) -> Result<Certificate, super::CertificateError> {
         let key = PrivateKey::generate().unwrap();
         let chain = vec![self.sign(leaf, &key)];
-        Certificate::new(identity, Arc::new(key), chain, vec![self.root_der()], Arc::new(settings))
+        Certificate::new(identity, Arc::new(key), chain, roots, trust)
     }
 
     pub(crate) fn sign(&self, leaf: &Leaf, key: &impl PublicKeyData) -> CertificateDer<'static> {
         leaf.params().signed_by(key, &self.0).unwrap().der().clone()
+    }
+
+    /// For one use only.
+    pub(crate) fn sign_for(
+        &self,
+        leaf: &Leaf,
+        key: &impl PublicKeyData,
+        usage: ExtendedKeyUsagePurpose,
+    ) -> CertificateDer<'static> {
+        let mut params = leaf.params();
+        params.extended_key_usages = vec![usage];
+        params.signed_by(key, &self.0).unwrap().der().clone()
     }
 
     /// As the certificate service does: only the public key of the request counts.
@@ -101,6 +139,30 @@ impl TestCa {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         (params.signed_by(&key, &self.0).unwrap().der().clone(), key.serialize_der())
+    }
+}
+
+/// A revocation list. Times are relative to now.
+impl TestCa {
+    pub(crate) fn crl(&self, revoked: &[&CertificateDer<'_>], made: SystemTime, ends: SystemTime) -> Vec<u8> {
+        let entry = |certificate: &&CertificateDer<'_>| {
+            let (_, parsed) = x509_parser::parse_x509_certificate(certificate).unwrap();
+            rcgen::RevokedCertParams {
+                serial_number: rcgen::SerialNumber::from_slice(parsed.raw_serial()),
+                revocation_time: made.into(),
+                reason_code: None,
+                invalidity_date: None,
+            }
+        };
+        let params = rcgen::CertificateRevocationListParams {
+            this_update: made.into(),
+            next_update: ends.into(),
+            crl_number: rcgen::SerialNumber::from(1u64),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.iter().map(entry).collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        params.signed_by(&self.0).unwrap().der().to_vec()
     }
 }
 

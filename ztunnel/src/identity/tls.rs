@@ -1,83 +1,37 @@
 //! TLS as HBONE wants it: TLS 1.3 only, mutual, ALPN `h2`, peers known by their SPIFFE names and not by host names.
 //!
-//! Must never accept a peer whose chain does not end in the workload's own roots.
+//! Must never accept a peer whose chain does not end in a root of the workload's own trust domain.
 
+use std::cell::RefCell;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::aws_lc_rs::{cipher_suite, default_provider, kx_group};
 use rustls::crypto::{CryptoProvider, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{
-    CertificateError, CommonState, DigitallySignedStruct, DistinguishedName, Error, OtherError, PeerIncompatible,
-    RootCertStore, SignatureScheme,
+    AlertDescription, CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, PeerIncompatible,
+    SignatureScheme,
 };
-use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
-use super::{Identity, TrustDomain};
+use super::peer::{Names, PeerError, spiffe_names};
+use super::trust::{PeerRole, Trust};
+use super::{Certificate, Identity, TrustDomain, rfc3339};
 
 /// The only protocol in the tunnel.
 pub const ALPN_H2: &[u8] = b"h2";
 
-/// Why a peer is not who it should be.
-#[derive(Clone, thiserror::Error)]
-pub enum PeerError {
-    #[error("the peer showed no certificate")]
-    NoCertificate,
-    #[error("the peer's certificate cannot be read: {0}")]
-    Unreadable(String),
-    #[error("the peer's certificate names no SPIFFE identity")]
-    NoIdentity,
-    #[error("the peer is {found}, expected {expected}")]
-    WrongIdentity { found: Names, expected: Names },
-    #[error("the peer is {found}, which is of none of the trusted domains {trusted:?}")]
-    WrongTrustDomain { found: Names, trusted: Vec<TrustDomain> },
-    #[error("the peer did not agree on the protocol h2")]
-    NotH2,
+thread_local! {
+    /// Why a verifier on this thread said no last: rustls' own errors have no room for it.
+    static REFUSAL: RefCell<Option<PeerError>> = const { RefCell::new(None) };
 }
 
-/// Identities in an error text.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Names(pub Vec<Identity>);
-
-/// What all certificates of this proxy have in common when they judge peers.
-#[derive(Debug, Clone, Default)]
-pub struct TrustSettings {
-    /// Trust domains that are accepted beside that of the own certificate.
-    pub aliases: Vec<TrustDomain>,
-}
-
-/// The identity of a peer by its certificate: the first SPIFFE name in it.
-pub fn peer_identity(chain: &[CertificateDer<'_>]) -> Result<Identity, PeerError> {
-    spiffe_names(chain.first().ok_or(PeerError::NoCertificate)?)?.into_iter().next().ok_or(PeerError::NoIdentity)
-}
-
-/// After the handshake: the peer's identity, provided that `h2` was agreed on.
-pub fn check_handshake(state: &CommonState) -> Result<Identity, PeerError> {
-    if state.alpn_protocol() != Some(ALPN_H2) {
-        return Err(PeerError::NotH2);
-    }
-    peer_identity(state.peer_certificates().unwrap_or_default())
-}
-
-/// All SPIFFE names of a certificate; names of other kinds are skipped.
-pub(super) fn spiffe_names(certificate: &CertificateDer<'_>) -> Result<Vec<Identity>, PeerError> {
-    let (_, parsed) = X509Certificate::from_der(certificate).map_err(|e| PeerError::Unreadable(e.to_string()))?;
-    let names = parsed.subject_alternative_name().map_err(|e| PeerError::Unreadable(e.to_string()))?;
-    let Some(names) = names else { return Ok(Vec::new()) };
-    Ok(names
-        .value
-        .general_names
-        .iter()
-        .filter_map(|name| match name {
-            GeneralName::URI(uri) => uri.parse().ok(),
-            _ => None,
-        })
-        .collect())
+/// Why a verifier refused in the call of rustls that has just failed on this thread. Gives it once.
+pub fn take_refusal() -> Option<PeerError> {
+    REFUSAL.with(|refusal| refusal.borrow_mut().take())
 }
 
 /// AES-128-GCM first: the cheapest where the processor has AES instructions. The hybrid key exchange first: it is
@@ -93,22 +47,38 @@ pub(super) fn provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
 }
 
-/// Checks a client: chain to our roots, and a name in our trust domain or an alias of it.
+/// Checks a client: chain to the roots of our trust domain, and a name in it or in an alias of it.
 #[derive(Debug)]
-pub(super) struct ClientVerifier {
-    chain: Arc<dyn ClientCertVerifier>,
-    trusted: Vec<TrustDomain>,
+pub(super) struct ClientVerifier(pub(super) Verifier);
+
+/// Checks a server: chain to the roots of our trust domain, and one of the expected identities among its names.
+#[derive(Debug)]
+pub(super) struct ServerVerifier {
+    pub(super) verifier: Verifier,
+    pub(super) expected: Box<[Identity]>,
 }
 
-impl ClientVerifier {
-    pub(super) fn new(
-        roots: Arc<RootCertStore>,
-        own: &TrustDomain,
-        settings: &TrustSettings,
-    ) -> Result<Self, rustls::server::VerifierBuilderError> {
-        let chain = WebPkiClientVerifier::builder_with_provider(roots, provider()).build()?;
-        let trusted = std::iter::once(own).chain(&settings.aliases).cloned().collect();
-        Ok(Self { chain, trusted })
+/// What both ends check, by the trust of the moment.
+pub(super) struct Verifier {
+    pub(super) trust: Trust,
+    pub(super) own: TrustDomain,
+}
+
+impl Verifier {
+    fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        role: PeerRole,
+        now: UnixTime,
+        judge: impl FnOnce(Vec<Identity>) -> Result<(), PeerError>,
+    ) -> Result<(), Error> {
+        let chain: Vec<_> = std::iter::once(leaf).chain(intermediates).cloned().collect();
+        let checked = self.trust.verify(&self.own, &chain, role, now).and_then(|()| judge(spiffe_names(leaf)?));
+        checked.map_err(|reason| {
+            REFUSAL.with(|refusal| refusal.replace(Some(reason.clone())));
+            reason.into_tls()
+        })
     }
 }
 
@@ -124,15 +94,17 @@ impl ClientCertVerifier for ClientVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.chain.verify_client_cert(end_entity, intermediates, now)?;
-        let names = spiffe_names(end_entity).map_err(refuse)?;
-        if names.is_empty() {
-            return Err(refuse(PeerError::NoIdentity));
-        }
-        if !names.iter().any(|name| self.trusted.contains(name.trust_domain())) {
-            return Err(refuse(PeerError::WrongTrustDomain { found: Names(names), trusted: self.trusted.clone() }));
-        }
-        Ok(verified)
+        let Verifier { trust, own } = &self.0;
+        self.0.verify(end_entity, intermediates, PeerRole::Client, now, |names| {
+            if names.is_empty() {
+                return Err(PeerError::NoIdentity);
+            }
+            if !names.iter().any(|name| trust.accepts(own, name.trust_domain())) {
+                return Err(PeerError::WrongTrustDomain { found: Names(names), trusted: trust.accepted(own) });
+            }
+            Ok(())
+        })?;
+        Ok(ClientCertVerified::assertion())
     }
 
     fn verify_tls12_signature(
@@ -150,19 +122,12 @@ impl ClientCertVerifier for ClientVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.chain.verify_tls13_signature(message, cert, dss)
+        verify_tls13_signature(message, cert, dss, &provider().signature_verification_algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chain.supported_verify_schemes()
+        provider().signature_verification_algorithms.supported_schemes()
     }
-}
-
-/// Checks a server: chain to our roots, and one of the expected identities among its names.
-#[derive(Debug)]
-pub(super) struct ServerVerifier {
-    pub(super) roots: Arc<RootCertStore>,
-    pub(super) expected: Box<[Identity]>,
 }
 
 impl ServerCertVerifier for ServerVerifier {
@@ -174,12 +139,19 @@ impl ServerCertVerifier for ServerVerifier {
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        verify_chain(end_entity, intermediates, &self.roots, now)?;
-        let names = spiffe_names(end_entity).map_err(refuse)?;
-        if !names.iter().any(|name| self.expected.contains(name)) {
-            let expected = Names(self.expected.to_vec());
-            return Err(refuse(PeerError::WrongIdentity { found: Names(names), expected }));
-        }
+        let trust = &self.verifier.trust;
+        self.verifier.verify(end_entity, intermediates, PeerRole::Server, now, |names| {
+            let expected = |name: &Identity| {
+                self.expected.contains(name) || {
+                    let name = trust.canonical(name);
+                    self.expected.iter().any(|expected| trust.canonical(expected) == name)
+                }
+            };
+            if names.iter().any(expected) {
+                return Ok(());
+            }
+            Err(PeerError::WrongIdentity { found: Names(names), expected: Names(self.expected.to_vec()) })
+        })?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -206,44 +178,46 @@ impl ServerCertVerifier for ServerVerifier {
     }
 }
 
-/// Whether a chain ends in one of the roots and is valid now. No host name is looked at.
-pub(super) fn verify_chain(
-    end_entity: &CertificateDer<'_>,
-    intermediates: &[CertificateDer<'_>],
-    roots: &RootCertStore,
-    now: UnixTime,
-) -> Result<(), Error> {
-    let parsed = ParsedCertificate::try_from(end_entity)?;
-    let algorithms = provider().signature_verification_algorithms.all;
-    verify_server_cert_signed_by_trust_anchor(&parsed, roots, intermediates, now, algorithms)
-}
-
-fn refuse(reason: PeerError) -> Error {
-    Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(reason))))
-}
-
-/// What a failed handshake says, in plain words where the reason is ours.
-pub fn describe_tls_error(error: &std::io::Error) -> String {
-    match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
-        Some(Error::InvalidCertificate(CertificateError::Other(OtherError(reason)))) => reason.to_string(),
-        Some(tls) => tls.to_string(),
-        None => error.to_string(),
+/// What a failed handshake says, in plain words where times or reasons of ours are in it.
+pub fn describe_tls_error(error: &Error) -> String {
+    let at = |time: &UnixTime| rfc3339(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
+    match error {
+        Error::InvalidCertificate(CertificateError::Other(OtherError(reason))) => reason.to_string(),
+        Error::InvalidCertificate(CertificateError::ExpiredContext { time, not_after }) => format!(
+            "the peer's certificate was valid until {}, but here it is {}: was it not renewed, or is a clock wrong?",
+            at(not_after),
+            at(time)
+        ),
+        Error::InvalidCertificate(CertificateError::NotValidYetContext { time, not_before }) => format!(
+            "the peer's certificate is valid from {}, but here it is {}: is a clock wrong?",
+            at(not_before),
+            at(time)
+        ),
+        other => other.to_string(),
     }
 }
 
-impl fmt::Debug for PeerError {
-    /// The same words: rustls shows reasons of verifiers this way.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
+/// What an alert of the peer says about our own certificate, with its times and ours; nothing for alerts that have
+/// another reason.
+pub fn describe_alert(alert: AlertDescription, own: &Certificate) -> Option<String> {
+    let (from, until, now) = (rfc3339(own.not_before()), rfc3339(own.not_after()), rfc3339(SystemTime::now()));
+    let ours = format!("ours, {}, is valid from {from} to {until}, and here it is {now}", own.identity());
+    let what = match alert {
+        AlertDescription::CertificateExpired => "does not take our certificate as valid at its time",
+        AlertDescription::CertificateRevoked => "says that our certificate was revoked",
+        AlertDescription::UnknownCA => "does not trust the authority that signed our certificate",
+        AlertDescription::BadCertificate
+        | AlertDescription::CertificateUnknown
+        | AlertDescription::UnsupportedCertificate
+        | AlertDescription::AccessDenied => "does not accept our certificate",
+        _ => return None,
+    };
+    let hint = if alert == AlertDescription::CertificateExpired { ": is a clock wrong?" } else { "" };
+    Some(format!("the peer {what} (alert {alert:?}); {ours}{hint}"))
 }
 
-impl fmt::Display for Names {
+impl fmt::Debug for Verifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0[..] {
-            [] => f.write_str("without a SPIFFE identity"),
-            [one] => fmt::Display::fmt(one, f),
-            several => write!(f, "one of {several:?}"),
-        }
+        f.debug_struct("Verifier").field("own", &self.own).finish_non_exhaustive()
     }
 }

@@ -16,8 +16,10 @@ use crate::identity::TrustDomain;
 use crate::telemetry::log::{Format, Levels};
 
 mod check;
+mod trust;
 mod values;
 
+pub use trust::{AtExpiry, TrustArgs};
 pub use values::{Bytes, Endpoint, RootSource, TokenSource};
 use values::{duration, endpoint, hostname, number, percent_or_count, positive_duration, size, words};
 
@@ -31,6 +33,8 @@ pub struct ProxyArgs {
     pub mesh: MeshSettings,
     #[command(flatten)]
     pub control: ControlArgs,
+    #[command(flatten)]
+    pub trust: TrustArgs,
     /// Socket of the node agent.
     #[arg(long, env = "INPOD_UDS", value_name = "INPOD_UDS", default_value = "/var/run/ztunnel/ztunnel.sock")]
     pub zds_socket: PathBuf,
@@ -54,6 +58,7 @@ pub struct ProxyConfig {
     pub node: Node,
     pub mesh: MeshSettings,
     pub control: ControlPlane,
+    pub trust: TrustArgs,
     pub zds_socket: PathBuf,
     /// At least 1.
     pub threads: usize,
@@ -104,7 +109,8 @@ pub struct MeshSettings {
     /// DNS suffix of the cluster's services. Checked and shown in the dump; services come with their full names.
     #[arg(long, env = "CLUSTER_DOMAIN", value_name = "CLUSTER_DOMAIN", default_value = "cluster.local", value_parser = hostname)]
     pub cluster_domain: String,
-    /// Trust domain of the mesh. Checked and shown in the dump; identities come with the workloads' records.
+    /// Trust domain of the mesh: what TRUST_DOMAIN_ALIASES stand for. The pods' own identities come with the workloads'
+    /// records.
     #[arg(long, env = "TRUST_DOMAIN", value_name = "TRUST_DOMAIN", default_value = "cluster.local", value_parser = values::trust_domain)]
     #[serde(serialize_with = "values::display")]
     pub trust_domain: TrustDomain,

@@ -4,16 +4,23 @@ use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
 
+use super::guard;
 use super::relay::{Cut, Meter, Moved, Relay, Side};
+use crate::hbone::StreamCount;
 use crate::telemetry::Connection;
 use crate::telemetry::flow::{self, CloseReason, Direction, Failure, How, Outcome, ResponseFlag};
 
-/// Carries a connection to its end, by its relay or by order, and keeps `kept` until then.
+/// Carries a connection to its end, by its relay or by order, and keeps `kept` until then. `tunnel`: its place there.
 #[expect(
     clippy::manual_async_fn,
     reason = "an async fn holds its arguments twice, and this is what an idle connection costs"
 )]
-pub fn carry<K>(mut relay: impl Relay, connection: Connection, kept: K) -> impl Future<Output = ()> {
+pub fn carry<K>(
+    mut relay: impl Relay,
+    connection: Connection,
+    tunnel: Option<StreamCount>,
+    kept: K,
+) -> impl Future<Output = ()> {
     async move {
         let outcome = poll_fn(|cx| match connection.poll_close_ordered(cx) {
             Poll::Ready(reason) => Poll::Ready(Outcome::closed(reason)),
@@ -21,8 +28,8 @@ pub fn carry<K>(mut relay: impl Relay, connection: Connection, kept: K) -> impl 
         })
         .await;
         drop(relay);
-        connection.finish(&outcome);
-        drop(kept);
+        connection.finish(&guard::outcome(outcome, tunnel.as_ref().and_then(StreamCount::tunnel_ended)));
+        drop((tunnel, kept));
     }
 }
 

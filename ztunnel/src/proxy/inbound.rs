@@ -13,12 +13,13 @@ use http::{Method, Request, StatusCode};
 use tokio::net::TcpStream;
 
 use super::finish::carry;
+use super::guard::handshake_failure;
 use super::judge::judge;
 use super::relay::{Resetting, Side, TunnelRelay};
 use super::state::{OpenConnection, Phase, Pod};
 use super::worker::{Counted, Worker};
-use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TlsError, TunnelError};
-use crate::identity::{Identity, describe_tls_error, peer_identity};
+use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TunnelError};
+use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Workload};
 use crate::policy;
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
@@ -100,18 +101,15 @@ async fn accept(worker: &Worker, pod: &Pod, socket: TcpStream) -> Result<(Accept
     let limit = shared.config.timeouts.certificate;
     let certificate = shared.certificates.wait(&own.identity(), limit).await;
     let certificate = certificate.map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
-    let accepted = Accepted::handshake(socket, certificate.server_config(), &shared.hbone).await;
+    let accepted = Accepted::handshake(socket, &certificate, &shared.hbone, &worker.tunnels).await;
     let accepted = accepted.map_err(|error| match error {
-        TunnelError::Tls(TlsError::Protocol(error)) => Failure::new(
-            ResponseFlag::TlsFailure,
-            "handshake",
-            format!("TLS: {}", describe_tls_error(&std::io::Error::other(error))),
-        ),
-        TunnelError::Tls(error) => Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS: {error}")),
+        TunnelError::Tls(error) => {
+            let (flag, text) = handshake_failure(worker, Direction::Inbound, &error, Some(&certificate));
+            Failure::new(flag, "handshake", text)
+        }
         error => Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", error.to_string()),
     })?;
-    let identity = peer_identity(accepted.peer_certificates());
-    let identity = identity.map_err(|e| Failure::new(ResponseFlag::TlsFailure, "handshake", e.to_string()))?;
+    let identity = accepted.peer().clone();
     Ok((accepted, own, identity))
 }
 
@@ -132,7 +130,7 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming, open: OpenConnection
             let Established { send, recv, count } = established;
             let half_close = tunnel.worker.shared.config.timeouts.half_close;
             let relay = TunnelRelay::new(Resetting::new(app), Side::Server, send, recv, half_close);
-            tokio::task::spawn_local(carry(relay, connection, (count, open, work)));
+            tokio::task::spawn_local(carry(relay, connection, Some(count), (open, work)));
         }
         Err(failure) => telemetry.failed(&flow, &failure),
     }
@@ -174,9 +172,9 @@ async fn establish(
     match reached {
         Ok(app) => {
             let baggage = hbone::baggage_of(&tunnel.own);
-            let answered = incoming.accept(baggage).map_err(|e| {
-                Failure::new(ResponseFlag::Connect, "connect", format!("the peer left before the answer: {e}"))
-            })?;
+            let answered = incoming
+                .accept(baggage)
+                .map_err(|e| Failure::new(ResponseFlag::Connect, "connect", format!("before the answer: {e}")))?;
             Ok((app, answered))
         }
         Err(Refusal { status, failure, told }) => {

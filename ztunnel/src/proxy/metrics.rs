@@ -9,18 +9,29 @@ use tokio::sync::watch;
 
 use super::state::{Phase, Shared};
 use super::worker;
-use crate::identity::State;
+use crate::identity::{CrlFile, State};
 use crate::lifecycle::Watchdog;
+use crate::telemetry::flow::Direction;
 use crate::telemetry::metrics::Metrics;
 use crate::zds;
 
 /// Registers everything.
-pub fn register(metrics: &Metrics, shared: &Arc<Shared>, agent: watch::Receiver<zds::Status>, watchdog: &Watchdog) {
+pub fn register(
+    metrics: &Metrics,
+    shared: &Arc<Shared>,
+    agent: watch::Receiver<zds::Status>,
+    watchdog: &Watchdog,
+    crl_file: Option<Arc<CrlFile>>,
+) {
     pods(metrics, shared, agent);
     workers(metrics, shared, watchdog);
     discovery(metrics, shared);
     mesh(metrics, shared);
     certificates(metrics, shared);
+    trust(metrics, shared);
+    if let Some(file) = crl_file {
+        revocation(metrics, shared, file);
+    }
 }
 
 fn pods(metrics: &Metrics, shared: &Arc<Shared>, agent: watch::Receiver<zds::Status>) {
@@ -110,6 +121,88 @@ fn mesh(metrics: &Metrics, shared: &Arc<Shared>) {
         samples.add(&[("kind", "service")], mesh.services().count() as f64);
         samples.add(&[("kind", "policy")], mesh.policies().len() as f64);
     });
+}
+
+fn trust(metrics: &Metrics, shared: &Arc<Shared>) {
+    let of = shared.clone();
+    metrics.gauges("understory_trust_roots", "Roots that are trusted, by trust domain", move |samples| {
+        for (domain, roots, _) in of.certificates.trust().bundles() {
+            samples.add(&[("trust_domain", domain.as_str())], roots as f64);
+        }
+    });
+    let of = shared.clone();
+    metrics.gauges(
+        "understory_trust_root_seconds_left",
+        "Time until the first trusted root of a trust domain ends; negative once it has",
+        move |samples| {
+            for (domain, _, end) in of.certificates.trust().bundles() {
+                let Some(end) = end else { continue };
+                samples.add(&[("trust_domain", domain.as_str())], seconds_until(end));
+            }
+        },
+    );
+    let of = shared.clone();
+    metrics.counters("understory_trust_root_changes", "Roots that were added and withdrawn", move |samples| {
+        let counts = of.certificates.trust().counts();
+        samples.add(&[("change", "added")], counts.added as f64);
+        samples.add(&[("change", "withdrawn")], counts.withdrawn as f64);
+    });
+    let of = shared.clone();
+    metrics.counter(
+        "understory_trust_tunnels_ended",
+        "Tunnels with open connections that were ended for their certificates' sake",
+        move || of.trust_counters.ended().0,
+    );
+    let of = shared.clone();
+    metrics.counter(
+        "understory_trust_connections_ended",
+        "Connections that ended with their tunnel for its certificates' sake",
+        move || of.trust_counters.ended().1,
+    );
+    let of = shared.clone();
+    metrics.counters(
+        "istio_crl_policy_rejections",
+        "Handshakes refused and tunnels ended because of certificate revocation lists (unstable)",
+        move |samples| {
+            for direction in [Direction::Inbound, Direction::Outbound] {
+                let count = of.trust_counters.revoked(direction);
+                samples.add(&[("reporter", direction.reporter())], count as f64);
+            }
+        },
+    );
+}
+
+fn revocation(metrics: &Metrics, shared: &Arc<Shared>, file: Arc<CrlFile>) {
+    let of = shared.clone();
+    metrics.gauge("understory_crl_lists", "Certificate revocation lists in force", move || {
+        of.certificates.trust().crls().len() as f64
+    });
+    let of = shared.clone();
+    metrics.gauges(
+        "understory_crl_seconds_left",
+        "Time until the first revocation list ends; negative once it has, missing without lists",
+        move |samples| {
+            if let Some(end) = of.certificates.trust().crls().next_update() {
+                samples.add(&[], seconds_until(end));
+            }
+        },
+    );
+    let of = file.clone();
+    metrics.gauge("understory_crl_file_broken", "1 while the file with revocation lists cannot be used", move || {
+        f64::from(u8::from(of.is_broken()))
+    });
+    metrics.counters("understory_crl_loads", "Readings of the file with revocation lists", move |samples| {
+        let (good, failed) = file.counts();
+        samples.add(&[("result", "ok")], good as f64);
+        samples.add(&[("result", "failed")], failed as f64);
+    });
+}
+
+fn seconds_until(time: SystemTime) -> f64 {
+    match time.duration_since(SystemTime::now()) {
+        Ok(left) => left.as_secs_f64(),
+        Err(past) => -past.duration().as_secs_f64(),
+    }
 }
 
 fn certificates(metrics: &Metrics, shared: &Arc<Shared>) {

@@ -3,6 +3,7 @@
 pub mod config;
 mod dump;
 mod finish;
+mod guard;
 mod inbound;
 mod judge;
 mod metrics;

@@ -13,14 +13,15 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use super::finish::carry;
+use super::guard::{alert_failure, handshake_failure};
 use super::relay::{PlainRelay, Resetting, Side, TunnelRelay};
 use super::route::{Hop, HopKind, route};
 use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::capture::sockets::redirected_from;
 use crate::discovery::Need;
-use crate::hbone::{self, Dialled, OpenError, PoolKey, Stream, StreamError, TlsError, TunnelError};
-use crate::identity::{Identity, describe_tls_error};
+use crate::hbone::{self, Dialled, OpenError, PoolKey, Stream, StreamError, TunnelError};
+use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Workload};
 use crate::random;
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
@@ -62,12 +63,12 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
     let kept = (upstream.busy, pod, counted, open, work);
     match upstream.link {
         Link::Plain(server) => {
-            tokio::task::spawn_local(carry(PlainRelay::new(app, server, half_close), connection, kept));
+            tokio::task::spawn_local(carry(PlainRelay::new(app, server, half_close), connection, None, kept));
         }
         Link::Tunnel(stream) => {
             let Stream { send, recv, headers: _, count } = *stream;
             let relay = TunnelRelay::new(app, Side::Client, send, recv, half_close);
-            tokio::task::spawn_local(carry(relay, connection, (kept, count)));
+            tokio::task::spawn_local(carry(relay, connection, Some(count), kept));
         }
     }
 }
@@ -194,11 +195,11 @@ async fn connect(
             .await
             .map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
         let socket = shared.tcp.dial(&pod.netns, !pod.by_ebpf, tunnel).await.map_err(|e| no_tunnel(tunnel, &e))?;
-        Ok(Dialled { socket, config: certificate.client_config(&key.expected) })
+        Ok(Dialled { socket, certificate })
     };
     match worker.pool.stream(&key, request, dial).await {
         Ok(stream) => Ok(Link::Tunnel(Box::new(stream))),
-        Err(error) => Err(not_opened(error, tunnel, authority)),
+        Err(error) => Err(not_opened(worker, error, &identity, tunnel, authority)),
     }
 }
 
@@ -228,22 +229,30 @@ fn no_tunnel(to: SocketAddr, error: &io::Error) -> Failure {
     Failure::new(ResponseFlag::Connect, "dial", format!("dialling HBONE at {to}: {error}"))
 }
 
-fn not_opened(error: OpenError<Failure>, tunnel: SocketAddr, authority: SocketAddr) -> Failure {
+fn not_opened(
+    worker: &Worker,
+    error: OpenError<Failure>,
+    own: &Identity,
+    tunnel: SocketAddr,
+    authority: SocketAddr,
+) -> Failure {
+    let own = || worker.shared.certificates.get(own);
     match error {
         OpenError::Dial(failure) => failure,
         OpenError::Tunnel(error) => match &*error {
             TunnelError::Tls(error) => {
-                let reason = match error {
-                    TlsError::Protocol(error) => describe_tls_error(&io::Error::other(error.clone())),
-                    other => other.to_string(),
-                };
-                Failure::new(ResponseFlag::TlsFailure, "handshake", format!("TLS with {tunnel}: {reason}"))
+                let (flag, reason) = handshake_failure(worker, Direction::Outbound, error, own().as_deref());
+                Failure::new(flag, "handshake", format!("TLS with {tunnel}: {reason}"))
             }
             error => {
                 let text = format!("{tunnel} did not take HBONE: {error}");
                 Failure::new(ResponseFlag::H2HandshakeFailure, "handshake", text)
             }
         },
+        OpenError::Stream(StreamError::Alert(alert)) => {
+            let (flag, reason) = alert_failure(alert, own().as_deref());
+            Failure::new(flag, "handshake", format!("TLS with {tunnel}: {reason}"))
+        }
         OpenError::Stream(StreamError::Refused { status, reason }) => {
             let flag =
                 if status == http::StatusCode::UNAUTHORIZED { ResponseFlag::Deny } else { ResponseFlag::Connect };

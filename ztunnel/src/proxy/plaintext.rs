@@ -42,7 +42,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
         Ok(app) => {
             let connection = worker.shared.telemetry.open(flow);
             let relay = PlainRelay::new(client_socket, app, worker.shared.config.timeouts.half_close);
-            tokio::task::spawn_local(carry(relay, connection, (counted, open, work)));
+            tokio::task::spawn_local(carry(relay, connection, None, (counted, open, work)));
         }
         Err(failure) => worker.shared.telemetry.failed(&flow, &failure),
     }

@@ -11,8 +11,8 @@ use super::state::{Phase, Shared};
 use super::worker;
 use crate::discovery::{Discovery, DiscoverySettings};
 use crate::identity::{
-    CaClient, CaClientSettings, ControlPlane, ControlPlaneAddress, RootSource, Store, StoreSettings, TokenSource,
-    TrustSettings,
+    CaClient, CaClientSettings, ControlPlane, ControlPlaneAddress, CrlFile, RootSource, Store, StoreSettings,
+    TokenSource, Trust,
 };
 use crate::lifecycle::{Readiness, Shutdown, Watchdog, raise_descriptor_limit};
 use crate::mesh::{Mesh, TunnelProtocol};
@@ -49,9 +49,10 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let telemetry = Telemetry::new(&metrics, config.telemetry.series_max as usize, config.telemetry.series_idle);
         let mesh = Mesh::new(&config.node.node_name);
         let discovery = Discovery::start(xds(&config), discovery_settings(&config), mesh.clone());
-        let authority = CaClient::new(ca(&config), ca_settings(&config), Arc::new(TrustSettings::default()));
-        let store = Store::start(Arc::new(authority), StoreSettings::default());
-        tokio::spawn(prefetch(mesh.clone(), store.clone()));
+        let trust = Trust::new(config.trust.settings(&config.mesh.trust_domain));
+        let crl_file = config.trust.crl_path.clone().map(|path| CrlFile::start(path, trust.clone()));
+        let authority = CaClient::new(ca(&config), ca_settings(&config), trust.clone());
+        let store = Store::start(Arc::new(authority), trust, StoreSettings::default());
         tokio::spawn(follow_roots(discovery.clone(), store.clone()));
 
         let admin = Server::bind("admin", config.listen.admin_addr)?;
@@ -62,6 +63,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let socket = config.zds_socket.clone();
         let shared =
             Shared::new(config, mesh.clone(), discovery.clone(), store.clone(), telemetry.clone(), shutdown.clone());
+        tokio::spawn(prefetch(shared.clone()));
         let runtimes = worker::start(&shared, &watchdog).map_err(failed("start the workers"))?;
 
         let client = zds::Client::new(zds::ClientConfig::new(socket));
@@ -77,7 +79,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         readiness.asked("shutdown", move || ending.is_ordered().is_none());
         metrics.process("ztunnel", Some(logging.clone()));
         metrics.runtimes(runtimes);
-        super::metrics::register(&metrics, &shared, agent, &watchdog);
+        super::metrics::register(&metrics, &shared, agent, &watchdog, crl_file);
 
         let pods_of = shared.clone();
         let sources = Sources {
@@ -185,17 +187,22 @@ fn discovery_settings(config: &ProxyConfig) -> DiscoverySettings {
     }
 }
 
-/// Certificates for the node's pods are fetched before they are needed, and forgotten with the last pod.
-async fn prefetch(mesh: Arc<Mesh>, store: Store) {
-    let mut changes = mesh.changes();
+/// Certificates for the node's pods are fetched before they are needed, and forgotten with the last pod: for each pod
+/// that is served, from when its record has come, and for each record of this node that says HBONE.
+async fn prefetch(shared: Arc<Shared>) {
+    let (mesh, store) = (&shared.mesh, &shared.certificates);
+    let (mut records, mut served) = (mesh.changes(), shared.pods_changed.subscribe());
     let mut wanted = std::collections::HashSet::new();
     loop {
         let snapshot = mesh.load_full();
         let local = snapshot.local_workloads();
-        let now: std::collections::HashSet<_> = local
+        let mut now: std::collections::HashSet<_> = local
             .filter(|w| w.protocol == TunnelProtocol::Hbone && !w.native_tunnel && !w.host_network)
             .map(|w| w.identity())
             .collect();
+        now.extend(shared.pods().values().filter_map(|pod| {
+            Some(snapshot.local_workload(&pod.namespace, &pod.name, &pod.service_account)?.identity())
+        }));
         drop(snapshot);
         for identity in now.difference(&wanted) {
             store.want(identity);
@@ -204,8 +211,11 @@ async fn prefetch(mesh: Arc<Mesh>, store: Store) {
             store.forget(identity);
         }
         wanted = now;
-        // The mesh lives as long as the process.
-        let _ = changes.changed().await;
+        // Both live as long as the process.
+        tokio::select! {
+            _ = records.changed() => {}
+            _ = served.changed() => {}
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use arc_swap::ArcSwapOption;
 use tokio::sync::watch;
 
 use super::config::ProxyConfig;
+use super::guard::TrustCounters;
 use super::worker::WorkerHandle;
 use crate::capture::listeners::PodListeners;
 use crate::capture::maps::{OrigDstMap, PassMap};
@@ -31,9 +32,12 @@ pub struct Shared {
     pub certificates: Store,
     pub telemetry: Arc<Telemetry>,
     pub shutdown: Shutdown,
+    pub trust_counters: TrustCounters,
     /// The agent's maps; nothing under an agent that captures in another way.
     pub maps: ArcSwapOption<Maps>,
     pods: Mutex<HashMap<String, Arc<Pod>>>,
+    /// Changes with each pod that comes or goes.
+    pub pods_changed: watch::Sender<u64>,
     /// Pods that were ever served, and that no longer are.
     pub pods_started: AtomicU64,
     pub pods_stopped: AtomicU64,
@@ -113,8 +117,10 @@ impl Shared {
             certificates,
             telemetry,
             shutdown,
+            trust_counters: TrustCounters::default(),
             maps: ArcSwapOption::empty(),
             pods: Mutex::default(),
+            pods_changed: watch::Sender::new(0),
             pods_started: AtomicU64::new(0),
             pods_stopped: AtomicU64::new(0),
             workers: OnceLock::new(),

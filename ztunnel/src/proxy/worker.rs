@@ -17,8 +17,8 @@ use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
 use super::state::{Phase, Pod, Shared};
-use super::{inbound, outbound, plaintext};
-use crate::hbone::Pool;
+use super::{guard, inbound, outbound, plaintext};
+use crate::hbone::{Pool, Tunnels};
 use crate::lifecycle::Watchdog;
 use crate::telemetry::flow::Failure;
 
@@ -34,6 +34,8 @@ pub struct WorkerHandle {
 pub struct Worker {
     pub shared: Arc<Shared>,
     pub pool: Pool<Failure>,
+    /// To and from peers.
+    pub tunnels: Tunnels,
     /// Connections under way from here, by destination workload.
     pub busy: RefCell<HashMap<Arc<str>, u64>>,
     own: WorkerHandle,
@@ -71,11 +73,13 @@ pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<Vec<runtim
         let shared = shared.clone();
         let beat = watchdog.worker(format!("worker {index}"));
         std::thread::Builder::new().name(format!("worker {index}")).spawn(move || {
-            let pool = Pool::new(shared.hbone.clone());
-            let worker = Rc::new(Worker { shared, pool, busy: RefCell::default(), own, index });
+            let tunnels = Tunnels::new(shared.certificates.trust().clone());
+            let pool = Pool::new(shared.hbone.clone(), tunnels.clone());
+            let worker = Rc::new(Worker { shared, pool, tunnels, busy: RefCell::default(), own, index });
             LocalSet::new().block_on(&runtime, async move {
                 tokio::task::spawn_local(beat.run());
                 tokio::task::spawn_local(sweep(worker.clone()));
+                tokio::task::spawn_local(guard::run(worker.clone()));
                 run(worker, queue).await;
             });
         })?;

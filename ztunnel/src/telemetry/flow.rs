@@ -153,6 +153,12 @@ pub enum CloseReason {
     CertificateRevoked = 4,
     /// The proxy's drain deadline.
     DrainDeadline = 5,
+    /// The peer's certificate leads to no root that is trusted still.
+    TrustWithdrawn = 6,
+    /// A certificate of the tunnel has ended, and the settings say that its connections end with it.
+    CertificateExpired = 7,
+    /// The own certificate has ended, and the authority refuses to renew it.
+    RenewalDenied = 8,
 }
 
 impl Flow {
@@ -291,6 +297,12 @@ impl Outcome {
         Self { side, how, failure: Some(failure) }
     }
 
+    /// As [`Outcome::closed`], with what led to it.
+    pub fn closed_because(reason: CloseReason, detail: &str) -> Self {
+        let failure = Failure::new(reason.flag(), "relay", format!("{}: {detail}", reason.as_str()));
+        Self { side: Side::Proxy, how: How::Closed, failure: Some(failure) }
+    }
+
     pub fn closed(reason: CloseReason) -> Self {
         let failure = Failure::new(reason.flag(), "relay", reason.as_str());
         Self { side: Side::Proxy, how: How::Closed, failure: Some(failure) }
@@ -303,8 +315,16 @@ impl Outcome {
 }
 
 impl CloseReason {
-    const ALL: [Self; 5] =
-        [Self::PolicyChange, Self::PodRemoved, Self::EndpointRemoved, Self::CertificateRevoked, Self::DrainDeadline];
+    const ALL: [Self; 8] = [
+        Self::PolicyChange,
+        Self::PodRemoved,
+        Self::EndpointRemoved,
+        Self::CertificateRevoked,
+        Self::DrainDeadline,
+        Self::TrustWithdrawn,
+        Self::CertificateExpired,
+        Self::RenewalDenied,
+    ];
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -313,6 +333,9 @@ impl CloseReason {
             Self::EndpointRemoved => "closed because the endpoint is gone",
             Self::CertificateRevoked => "closed because a certificate was revoked",
             Self::DrainDeadline => "closed at the proxy's drain deadline",
+            Self::TrustWithdrawn => "closed because the peer is no longer trusted",
+            Self::CertificateExpired => "closed because a certificate ended",
+            Self::RenewalDenied => "closed because the renewal of the own certificate is denied",
         }
     }
 
@@ -320,6 +343,8 @@ impl CloseReason {
         match self {
             Self::PolicyChange => ResponseFlag::Deny,
             Self::CertificateRevoked => ResponseFlag::CertRevoked,
+            Self::TrustWithdrawn | Self::CertificateExpired => ResponseFlag::TlsFailure,
+            Self::RenewalDenied => ResponseFlag::IdentityError,
             Self::PodRemoved | Self::EndpointRemoved | Self::DrainDeadline => ResponseFlag::Connect,
         }
     }

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::*;
 use crate::identity::testing::{Leaf, TestCa, serve_tls};
-use crate::identity::{RootSource, TokenSource};
+use crate::identity::{RootSource, TokenSource, TrustSettings};
 use crate::proto::citadel::IstioCertificateResponse;
 use crate::proto::citadel::istio_certificate_service_server::{IstioCertificateService, IstioCertificateServiceServer};
 
@@ -20,6 +20,10 @@ enum Manner {
     OtherIdentity,
     Garbage,
     Expired,
+    NotYetValid,
+    OtherKey,
+    OtherRoot,
+    EndedRoot,
 }
 
 /// Token, cluster and request of each call.
@@ -53,11 +57,23 @@ impl IstioCertificateService for Service {
             Manner::Hangs => std::future::pending().await,
             Manner::OtherIdentity => leaf.names = vec!["spiffe://cluster.local/ns/shop/sa/other".into()],
             Manner::Expired => leaf.not_after = leaf.not_before + Duration::from_secs(1),
-            Manner::Good | Manner::OnlyLeaf | Manner::Garbage => {}
+            Manner::NotYetValid => leaf.not_before = leaf.not_after - Duration::from_secs(1),
+            Manner::OtherKey => {
+                let other = PrivateKey::generate().unwrap().certificate_request(&identity).unwrap();
+                let cert_chain = vec![self.ca.sign_request(&other, &leaf), self.ca.root_pem()];
+                return Ok(Response::new(IstioCertificateResponse { cert_chain }));
+            }
+            Manner::EndedRoot => {
+                let ended = TestCa::ending("ended", std::time::SystemTime::now() - Duration::from_secs(60));
+                let cert_chain = vec![ended.sign_request(&request.csr, &leaf), ended.root_pem()];
+                return Ok(Response::new(IstioCertificateResponse { cert_chain }));
+            }
+            Manner::Good | Manner::OtherRoot | Manner::OnlyLeaf | Manner::Garbage => {}
         }
         let mut cert_chain = vec![self.ca.sign_request(&request.csr, &leaf), self.ca.root_pem()];
         match manner {
             Manner::OnlyLeaf => cert_chain.truncate(1),
+            Manner::OtherRoot => cert_chain[1] = TestCa::new("other").root_pem(),
             Manner::Garbage => cert_chain[0] = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n".into(),
             _ => {}
         }
@@ -113,7 +129,7 @@ impl Rig {
             call_timeout: Duration::from_secs(1),
             timings: LinkTimings::default(),
         };
-        CaClient::new(control_plane, settings, Arc::default())
+        CaClient::new(control_plane, settings, Trust::new(TrustSettings::default()))
     }
 }
 
@@ -165,9 +181,15 @@ async fn every_bad_answer_is_refused_with_identity_authority_and_reason() {
         (Manner::OtherIdentity, "the leaf is for spiffe://cluster.local/ns/shop/sa/other"),
         (Manner::Garbage, "certificate number 1 in it is broken"),
         (Manner::Expired, "is a clock wrong?"),
+        (Manner::NotYetValid, "is a clock wrong?"),
+        (Manner::OtherKey, "the leaf is not for our key"),
+        (Manner::OtherRoot, "does not lead to the roots that came with it"),
+        (Manner::EndedRoot, "leads to the root CN=ended, which ended at"),
     ] {
         *rig.manner.lock().unwrap() = manner;
-        let error = client.issue(cart()).await.unwrap_err().to_string();
+        let error = client.issue(cart()).await.unwrap_err();
+        assert_eq!(error.is_denial(), manner == Manner::Denies, "{error}");
+        let error = error.to_string();
         for part in [reason, "spiffe://cluster.local/ns/shop/sa/cart", &format!("https://{}", rig.address)] {
             assert!(error.contains(part), "{manner:?}: {part:?} in {error:?}");
         }

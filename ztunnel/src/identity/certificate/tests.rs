@@ -5,7 +5,7 @@ use rustls::{AlertDescription, ClientConnection, Connection, ServerConnection};
 
 use super::*;
 use crate::identity::testing::{Leaf, TestCa};
-use crate::identity::{PrivateKey, TrustDomain, check_handshake, peer_identity};
+use crate::identity::{PrivateKey, TrustDomain, TrustSettings, check_handshake, peer_identity, take_refusal};
 
 fn identity(name: &str) -> Identity {
     format!("spiffe://cluster.local/ns/shop/sa/{name}").parse().unwrap()
@@ -105,10 +105,12 @@ fn each_bad_client_gets_the_alert_that_says_why() {
     let expected = [identity("cart")];
 
     let alert = |client: Arc<ClientConfig>| {
+        take_refusal();
         let (client, server) = handshake(client, cart.server_config());
         let server = server.unwrap_err();
+        let reason = take_refusal().map_or_else(|| server.to_string(), |reason| reason.to_string());
         match client {
-            Err(rustls::Error::AlertReceived(alert)) => (alert, server.to_string()),
+            Err(rustls::Error::AlertReceived(alert)) => (alert, reason),
             other => panic!("no alert but {other:?}"),
         }
     };
@@ -122,7 +124,9 @@ fn each_bad_client_gets_the_alert_that_says_why() {
     let foreign = TestCa::new("foreign");
     let key = PrivateKey::generate().unwrap();
     let leaf = foreign.sign(&Leaf::of(&identity("web")), &key);
-    assert_eq!(alert(client_with(&ca, vec![leaf], key)).0, AlertDescription::UnknownCA);
+    let (description, text) = alert(client_with(&ca, vec![leaf], key));
+    assert_eq!(description, AlertDescription::UnknownCA);
+    assert!(text.contains("CN=foreign") && text.contains("sa/web"), "{text}");
 
     // Expired.
     let key = PrivateKey::generate().unwrap();
@@ -131,7 +135,17 @@ fn each_bad_client_gets_the_alert_that_says_why() {
     let leaf = ca.sign(&old, &key);
     let (description, text) = alert(client_with(&ca, vec![leaf], key));
     assert_eq!(description, AlertDescription::CertificateExpired);
-    assert!(text.contains("expired"), "{text}");
+    let (ended, now) = (rfc3339(old.not_after)[..16].to_owned(), rfc3339(SystemTime::now())[..16].to_owned());
+    assert!(text.contains(&ended) && text.contains(&now) && text.contains("sa/web"), "{text}");
+
+    // Not valid yet, as with a clock that is behind.
+    let key = PrivateKey::generate().unwrap();
+    let early = Leaf { not_before: SystemTime::now() + Duration::from_secs(600), ..Leaf::of(&identity("web")) };
+    let leaf = ca.sign(&early, &key);
+    let (description, text) = alert(client_with(&ca, vec![leaf], key));
+    assert_eq!(description, AlertDescription::CertificateExpired);
+    let (begins, now) = (rfc3339(early.not_before)[..16].to_owned(), rfc3339(SystemTime::now())[..16].to_owned());
+    assert!(text.contains(&begins) && text.contains(&now) && text.contains("clock"), "{text}");
 
     // Another trust domain, no identity.
     for name in ["spiffe://elsewhere/ns/shop/sa/web", "https://example.org"] {
@@ -146,11 +160,22 @@ fn each_bad_client_gets_the_alert_that_says_why() {
 #[test]
 fn an_alias_of_the_trust_domain_is_accepted() {
     let ca = TestCa::new("root");
-    let settings = TrustSettings { aliases: vec![TrustDomain::new("old.example")] };
-    let cart = ca.certificate_with(&identity("cart"), settings);
+    let settings = TrustSettings { aliases: vec![TrustDomain::new("old.example")], ..TrustSettings::default() };
+    let cart = ca.certificate_with(&identity("cart"), ca.trust(&identity("cart"), settings.clone()));
     let web: Identity = "spiffe://old.example/ns/shop/sa/web".parse().unwrap();
     let (_, server) = handshake(ca.certificate(&web).client_config(&[identity("cart")]), cart.server_config());
     assert_eq!(server.unwrap(), web);
+    assert_eq!(cart.trust().canonical(&web), identity("web"), "policies see the mesh's own trust domain");
+    assert_eq!(cart.trust().canonical(&identity("web")), identity("web"));
+
+    // A server that has moved already, or not yet, is the one that was expected.
+    let moved = ca.certificate_with(&web, ca.trust(&web, settings));
+    let (client, _) = handshake(cart.client_config(&[identity("web")]), moved.server_config());
+    assert_eq!(client.unwrap(), web);
+    let (client, _) = handshake(cart.client_config(&[identity("bank")]), moved.server_config());
+    assert!(client.is_err(), "an alias stands for a trust domain, not for a name in it");
+    let stranger: Identity = "spiffe://elsewhere/ns/shop/sa/web".parse().unwrap();
+    assert_eq!(cart.trust().canonical(&stranger), stranger);
 }
 
 #[test]
@@ -160,7 +185,7 @@ fn what_is_not_what_was_asked_for_never_becomes_a_certificate() {
     let key = Arc::new(PrivateKey::generate().unwrap());
     let good = ca.sign(&Leaf::of(&cart), &*key);
     let make = |chain: Vec<CertificateDer<'static>>, roots: Vec<CertificateDer<'static>>| {
-        Certificate::new(&cart, key.clone(), chain, roots, Arc::default()).map(|_| ())
+        Certificate::new(&cart, key.clone(), chain, roots, Trust::new(TrustSettings::default())).map(|_| ())
     };
     make(vec![good.clone()], vec![ca.root_der()]).unwrap();
     make(vec![good.clone()], vec![other.root_der(), ca.root_der()]).unwrap();
@@ -181,7 +206,7 @@ fn what_is_not_what_was_asked_for_never_becomes_a_certificate() {
         assert!(error.to_string().contains(&rfc3339(now)[..16]), "{error}");
     }
 
-    let only_leaf = Certificate::from_pem_chain(&cart, key, &[b"x"], Arc::default());
+    let only_leaf = Certificate::from_pem_chain(&cart, key, &[b"x"], Trust::new(TrustSettings::default()));
     assert!(matches!(only_leaf, Err(CertificateError::Incomplete(1))));
 }
 
@@ -192,7 +217,8 @@ fn intermediates_are_presented_and_shown() {
     let key = PrivateKey::generate().unwrap();
     let chain = vec![intermediate.sign(&Leaf::of(&identity("web")), &key), intermediate.root_der()];
     let roots = vec![root.root_der()];
-    let web = Certificate::new(&identity("web"), Arc::new(key), chain, roots, Arc::default()).unwrap();
+    let trust = root.trust(&identity("web"), TrustSettings::default());
+    let web = Certificate::new(&identity("web"), Arc::new(key), chain, roots, trust).unwrap();
     let cart = root.certificate(&identity("cart"));
     let (client, server) = handshake(web.client_config(&[identity("cart")]), cart.server_config());
     assert_eq!((client.unwrap(), server.unwrap()), (identity("cart"), identity("web")));
@@ -246,4 +272,28 @@ fn client_with(ca: &TestCa, chain: Vec<CertificateDer<'static>>, key: PrivateKey
     let key = CertifiedKey::new(chain, Arc::new(key));
     config.client_auth_cert_resolver = Arc::new(rustls::sign::SingleCertAndKey::from(key));
     Arc::new(config)
+}
+
+/// A session that could be resumed would outlive the trust that it began with.
+#[test]
+fn no_session_is_ever_resumed() {
+    let ca = TestCa::new("root");
+    let (cart, web) = (ca.certificate(&identity("cart")), ca.certificate(&identity("web")));
+    let mut eager = web.build_client_config(&[identity("cart")]);
+    eager.resumption = Resumption::in_memory_sessions(16);
+    let eager = Arc::new(eager);
+    let name = ServerName::try_from("0.0.0.0").unwrap();
+    for _ in 0..3 {
+        let mut client = Connection::from(ClientConnection::new(eager.clone(), name.clone()).unwrap());
+        let mut server = Connection::from(ServerConnection::new(cart.server_config()).unwrap());
+        let (mut client_end, mut server_end) = (Ok(()), Ok(()));
+        for _ in 0..5 {
+            carry(&mut client, &mut server, &mut server_end);
+            carry(&mut server, &mut client, &mut client_end);
+        }
+        client_end.and(server_end).unwrap();
+        let Connection::Client(client) = &client else { unreachable!("made as one") };
+        assert_eq!(client.tls13_tickets_received(), 0);
+        assert_eq!(client.handshake_kind(), Some(rustls::HandshakeKind::Full));
+    }
 }

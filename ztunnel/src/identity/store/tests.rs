@@ -1,16 +1,18 @@
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use super::*;
 use crate::identity::testing::{Leaf, TestCa};
-use crate::identity::{CertificateError, TrustSettings};
+use crate::identity::{CertificateError, LinkError, TrustSettings};
 
 /// Answers as the test tells it to.
 struct FakeAuthority {
-    ca: TestCa,
-    /// Roots that come with each certificate beside its own.
-    further_roots: Mutex<Vec<CertificateDer<'static>>>,
+    /// The one that signs is the first; all are handed out as roots.
+    cas: Mutex<Vec<Arc<TestCa>>>,
+    trust: Trust,
+    /// While set, nothing reaches it.
+    away: AtomicBool,
     lifetime: Duration,
     delay: Duration,
     calls: Mutex<Vec<Identity>>,
@@ -28,8 +30,9 @@ impl FakeAuthority {
 
     fn with(lifetime: Duration, delay: Duration) -> Arc<Self> {
         Arc::new(Self {
-            ca: TestCa::new("root"),
-            further_roots: Mutex::default(),
+            cas: Mutex::new(vec![Arc::new(TestCa::new("root"))]),
+            trust: Trust::new(TrustSettings::default()),
+            away: AtomicBool::new(false),
             lifetime,
             delay,
             calls: Mutex::default(),
@@ -40,12 +43,31 @@ impl FakeAuthority {
         })
     }
 
+    fn store(self: &Arc<Self>, settings: StoreSettings) -> Store {
+        Store::start(self.clone(), self.trust.clone(), settings)
+    }
+
+    fn root(&self) -> CertificateDer<'static> {
+        self.cas.lock().unwrap()[0].root_der()
+    }
+
+    /// One more that comes with each certificate.
+    fn add_root(&self, name: &str) -> CertificateDer<'static> {
+        let ca = Arc::new(TestCa::new(name));
+        self.cas.lock().unwrap().push(ca.clone());
+        ca.root_der()
+    }
+
     fn calls_for(&self, identity: &Identity) -> usize {
         self.calls.lock().unwrap().iter().filter(|i| *i == identity).count()
     }
 }
 
 impl CertificateAuthority for FakeAuthority {
+    fn address(&self) -> String {
+        "https://ca:15012".into()
+    }
+
     fn issue(&self, identity: Identity) -> Pin<Box<dyn Future<Output = Result<Certificate, IssueError>> + Send + '_>> {
         Box::pin(async move {
             self.calls.lock().unwrap().push(identity.clone());
@@ -58,14 +80,21 @@ impl CertificateAuthority for FakeAuthority {
             }
             if self.denied.lock().unwrap().iter().any(|sa| sa == identity.service_account()) {
                 let reason = "not on this node".to_owned();
-                return Err(IssueError::Refused { identity, authority: "https://ca:15012".into(), reason });
+                return Err(IssueError::Refused {
+                    identity,
+                    authority: "https://ca:15012".into(),
+                    reason,
+                    denied: true,
+                });
+            }
+            if self.away.load(Ordering::SeqCst) {
+                let reason = LinkError::Connect { address: "ca:15012".into(), reason: "refused".into() };
+                return Err(IssueError::Link { identity, authority: "https://ca:15012".into(), reason });
             }
             let leaf = Leaf::of(&identity).lives(self.lifetime);
-            let key = crate::identity::PrivateKey::generate().unwrap();
-            let chain = vec![self.ca.sign(&leaf, &key)];
-            let mut roots = vec![self.ca.root_der()];
-            roots.extend(self.further_roots.lock().unwrap().clone());
-            Certificate::new(&identity, Arc::new(key), chain, roots, Arc::new(TrustSettings::default())).map_err(
+            let cas = self.cas.lock().unwrap().clone();
+            let roots = cas.iter().map(|ca| ca.root_der()).collect();
+            cas[0].certificate_with_roots(&identity, &leaf, roots, self.trust.clone()).map_err(
                 |reason: CertificateError| IssueError::Unusable {
                     identity,
                     authority: "https://ca:15012".into(),
@@ -85,7 +114,7 @@ const SOON: Duration = Duration::from_secs(5);
 #[tokio::test]
 async fn a_wanted_identity_is_fetched_once_for_all_who_wait() {
     let authority = FakeAuthority::new();
-    let store = Store::start(authority.clone(), StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     let cart = identity("cart");
     store.want(&cart);
     let waits: Vec<_> = (0..50)
@@ -122,7 +151,7 @@ impl std::task::Wake for Looks {
 #[tokio::test]
 async fn who_is_told_of_a_certificate_finds_it() {
     let authority = FakeAuthority::new();
-    let store = Store::start(authority, StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     let cart = identity("cart");
     let looks = Arc::new(Looks { store: store.clone(), identity: cart.clone(), found: Mutex::default() });
     let waker = looks.clone().into();
@@ -138,7 +167,7 @@ async fn one_denied_or_hanging_identity_does_not_slow_others_and_recovers_by_its
     authority.denied.lock().unwrap().push("denied".into());
     authority.hangs.lock().unwrap().push("hangs".into());
     let settings = StoreSettings { request_timeout: Duration::from_millis(300), ..StoreSettings::default() };
-    let store = Store::start(authority.clone(), settings);
+    let store = authority.store(settings);
     for name in ["denied", "hangs", "good"] {
         store.want(&identity(name));
     }
@@ -165,7 +194,7 @@ async fn one_denied_or_hanging_identity_does_not_slow_others_and_recovers_by_its
 async fn a_connection_waits_over_a_denial_that_is_retried_in_time() {
     let authority = FakeAuthority::new();
     authority.denied.lock().unwrap().push("early".into());
-    let store = Store::start(authority.clone(), StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     let early = identity("early");
     store.want(&early);
     let waiting = tokio::spawn({
@@ -180,7 +209,7 @@ async fn a_connection_waits_over_a_denial_that_is_retried_in_time() {
 #[tokio::test]
 async fn certificates_are_renewed_before_they_expire_and_never_handed_out_after() {
     let authority = FakeAuthority::with(Duration::from_secs(3), Duration::from_millis(1));
-    let store = Store::start(authority.clone(), StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     let cart = identity("cart");
     store.want(&cart);
     let first = store.wait(&cart, SOON).await.unwrap();
@@ -209,7 +238,7 @@ async fn certificates_are_renewed_before_they_expire_and_never_handed_out_after(
 #[tokio::test]
 async fn the_number_of_requests_in_flight_is_bounded_and_who_waits_goes_first() {
     let authority = FakeAuthority::with(Duration::from_secs(3600), Duration::from_millis(20));
-    let store = Store::start(authority.clone(), StoreSettings { in_flight: 2, ..StoreSettings::default() });
+    let store = authority.store(StoreSettings { in_flight: 2, ..StoreSettings::default() });
     for i in 0..30 {
         store.want(&identity(&format!("w{i}")));
     }
@@ -225,7 +254,7 @@ async fn the_number_of_requests_in_flight_is_bounded_and_who_waits_goes_first() 
 
 #[tokio::test]
 async fn an_identity_is_dropped_with_its_last_workload() {
-    let store = Store::start(FakeAuthority::new(), StoreSettings::default());
+    let store = FakeAuthority::new().store(StoreSettings::default());
     let cart = identity("cart");
     store.want(&cart);
     store.want(&cart);
@@ -249,7 +278,7 @@ async fn an_identity_is_dropped_with_its_last_workload() {
 #[tokio::test]
 async fn the_worker_ends_with_the_store() {
     let authority = FakeAuthority::new();
-    let store = Store::start(authority.clone(), StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     store.wait(&identity("cart"), SOON).await.unwrap();
     drop(store);
     tokio::time::timeout(SOON, async {
@@ -264,7 +293,7 @@ async fn the_worker_ends_with_the_store() {
 #[tokio::test]
 async fn certificates_with_other_roots_than_announced_are_renewed_early_and_others_are_not() {
     let authority = FakeAuthority::new();
-    let store = Store::start(authority.clone(), StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     let cart = identity("cart");
     store.want(&cart);
     let first = store.wait(&cart, SOON).await.unwrap();
@@ -272,12 +301,11 @@ async fn certificates_with_other_roots_than_announced_are_renewed_early_and_othe
     changes.borrow_and_update();
 
     let within = Duration::from_millis(50);
-    store.expect_roots(vec![authority.ca.root_der()], within);
+    store.expect_roots(vec![authority.root()], within);
     assert!(tokio::time::timeout(Duration::from_millis(200), changes.changed()).await.is_err(), "nothing has changed");
 
-    let next = TestCa::new("next").root_der();
-    *authority.further_roots.lock().unwrap() = vec![next.clone()];
-    store.expect_roots(vec![next.clone(), authority.ca.root_der()], within);
+    let next = authority.add_root("next");
+    store.expect_roots(vec![next.clone(), authority.root()], within);
     tokio::time::timeout(SOON, changes.changed()).await.unwrap().unwrap();
     let second = store.get(&cart).unwrap();
     assert_ne!(second.serial(), first.serial());
@@ -289,22 +317,130 @@ async fn certificates_with_other_roots_than_announced_are_renewed_early_and_othe
 #[tokio::test]
 async fn an_authority_that_is_behind_its_announcement_is_asked_again_until_it_is_not() {
     let authority = FakeAuthority::new();
-    let store = Store::start(authority.clone(), StoreSettings::default());
+    let store = authority.store(StoreSettings::default());
     let cart = identity("cart");
     store.want(&cart);
     store.wait(&cart, SOON).await.unwrap();
-    let next = TestCa::new("next").root_der();
-    store.expect_roots(vec![next.clone(), authority.ca.root_der()], Duration::from_millis(10));
+    let ca = Arc::new(TestCa::new("next"));
+    let next = ca.root_der();
+    store.expect_roots(vec![next.clone(), authority.root()], Duration::from_millis(10));
     let end = Instant::now() + SOON;
     while authority.calls_for(&cart) < 3 {
         assert!(Instant::now() < end, "asked only {} times", authority.calls_for(&cart));
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    *authority.further_roots.lock().unwrap() = vec![next.clone()];
+    authority.cas.lock().unwrap().push(ca);
     while !store.get(&cart).unwrap().roots().contains(&next) {
         assert!(Instant::now() < end + SOON, "the new root never came");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let calls = authority.calls_for(&cart);
     assert!(calls < 10, "{calls} requests are a hot loop");
+}
+
+#[tokio::test]
+async fn identities_that_never_get_an_answer_leave_room_for_others() {
+    let authority = FakeAuthority::with(Duration::from_secs(3600), Duration::ZERO);
+    let store = authority.store(StoreSettings { in_flight: 2, ..StoreSettings::default() });
+    let hung: Vec<String> = (0..10).map(|i| format!("hangs-{i}")).collect();
+    authority.hangs.lock().unwrap().extend(hung.iter().cloned());
+    hung.iter().for_each(|name| store.want(&identity(name)));
+    // Their requests take 15 s; two at a time would be all that goes on for more than a minute.
+    store.want(&identity("good"));
+    store.wait(&identity("good"), Duration::from_secs(10)).await.unwrap();
+}
+
+#[tokio::test]
+async fn those_that_could_not_reach_the_authority_ask_again_as_soon_as_somebody_has() {
+    let authority = FakeAuthority::new();
+    authority.away.store(true, Ordering::SeqCst);
+    let settings = StoreSettings { first_backoff: Duration::from_secs(100), ..StoreSettings::default() };
+    let store = authority.store(settings);
+    store.want(&identity("cart"));
+    let error = store.wait(&identity("cart"), SOON).await.unwrap_err();
+    assert!(error.to_string().contains("cannot connect"), "{error}");
+    authority.away.store(false, Ordering::SeqCst);
+    store.wait(&identity("web"), SOON).await.unwrap();
+    store.wait(&identity("cart"), SOON).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_denial_is_remembered_until_the_next_certificate() {
+    let authority = FakeAuthority::new();
+    authority.denied.lock().unwrap().push("cart".into());
+    let store = authority.store(StoreSettings::default());
+    let cart = identity("cart");
+    assert!(store.wait(&cart, Duration::from_millis(100)).await.is_err());
+    assert!(store.is_denied(&cart) && !store.is_denied(&identity("web")));
+    authority.denied.lock().unwrap().clear();
+    store.wait(&cart, SOON).await.unwrap();
+    assert!(!store.is_denied(&cart));
+}
+
+/// The roots of one identity's answer count for all, and a certificate of a root that was withdrawn is replaced at once.
+#[tokio::test]
+async fn a_withdrawn_root_makes_its_certificates_be_renewed_at_once() {
+    let authority = FakeAuthority::new();
+    let store = authority.store(StoreSettings::default());
+    let (cart, web) = (identity("cart"), identity("web"));
+    store.want(&cart);
+    let first = store.wait(&cart, SOON).await.unwrap();
+    assert!(first.is_trusted());
+
+    let (old, new) = (authority.cas.lock().unwrap()[0].clone(), Arc::new(TestCa::new("new root")));
+    *authority.cas.lock().unwrap() = vec![new.clone(), old.clone()];
+    store.want(&web);
+    store.wait(&web, SOON).await.unwrap();
+    assert!(first.is_trusted(), "both roots count while they overlap");
+    assert_eq!(store.get(&cart).unwrap().serial(), first.serial(), "and nothing is renewed early");
+
+    *authority.cas.lock().unwrap() = vec![new.clone()];
+    let mut changes = store.changes();
+    store.wait(&identity("bank"), SOON).await.unwrap();
+    assert!(!first.is_trusted());
+    let renewed = tokio::time::timeout(SOON, async {
+        loop {
+            if let Some(now) = store.get(&cart).filter(|now| now.serial() != first.serial()) {
+                return now;
+            }
+            changes.changed().await.unwrap();
+        }
+    });
+    assert!(renewed.await.expect("a renewal long before half of an hour").is_trusted());
+    let roots = [new.root_der()];
+    assert_eq!(authority.trust.roots(cart.trust_domain()), roots);
+    assert_eq!(authority.calls_for(&web), 1, "its certificate was of the new root already");
+}
+
+#[test]
+fn renewal_is_at_half_life_with_jitter_and_never_a_hot_loop() {
+    let ca = TestCa::new("root");
+    let cart = identity("cart");
+    let waits = |lifetime: Duration| {
+        let leaf = Leaf::of(&cart).lives(lifetime);
+        let certificate = ca.try_certificate(&cart, &leaf, Trust::new(TrustSettings::default())).unwrap();
+        let now = SystemTime::now();
+        (0..200).map(|_| renew_in(&certificate, now)).collect::<Vec<_>>()
+    };
+    let hour = waits(Duration::from_secs(3600));
+    let (least, most) = (hour.iter().min().unwrap(), hour.iter().max().unwrap());
+    assert!(*least >= Duration::from_secs(1438) && *most <= Duration::from_secs(2161), "{least:?} to {most:?}");
+    assert!(*most - *least > Duration::from_secs(300), "{least:?} to {most:?} is no jitter");
+    assert!(waits(Duration::from_secs(2)).into_iter().all(|wait| wait >= SOONEST_RENEWAL));
+}
+
+/// Of two replicas of the authority the one that is behind the announcement withdraws nothing.
+#[tokio::test]
+async fn an_answer_that_contradicts_the_announced_roots_takes_no_trust_away() {
+    let authority = FakeAuthority::new();
+    let store = authority.store(StoreSettings::default());
+    let old = authority.root();
+    let next = Arc::new(TestCa::new("next"));
+    store.expect_roots(vec![next.root_der(), old.clone()], Duration::from_secs(60));
+    authority.cas.lock().unwrap().push(next.clone());
+    store.wait(&identity("cart"), SOON).await.unwrap();
+    authority.cas.lock().unwrap().pop();
+    store.wait(&identity("web"), SOON).await.unwrap();
+    let roots = authority.trust.roots(&identity("web").trust_domain().clone());
+    assert!(roots.contains(&next.root_der()) && roots.contains(&old));
 }

@@ -22,6 +22,7 @@ impl ProxyArgs {
             node: self.node,
             mesh,
             control: self.control.check(&environment)?,
+            trust: self.trust,
             zds_socket: self.zds_socket,
             threads: self.threads.unwrap_or_else(values::cpus),
             listen: self.listen,

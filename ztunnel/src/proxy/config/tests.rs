@@ -26,6 +26,24 @@ fn defaults_are_those_of_the_field() {
     assert_eq!(config.limits.connection_window, 201 * (256 << 10));
     assert!(config.threads >= 1);
     assert!(!config.control.on_demand);
+    let trust = config.trust.settings(&config.mesh.trust_domain);
+    assert!(trust.aliases.is_empty() && trust.revocation.is_none());
+    assert_eq!(config.trust.expiry_connections, AtExpiry::Keep);
+}
+
+#[test]
+fn revocation_is_closed_unless_it_is_opened_and_the_own_trust_domain_is_no_alias() {
+    use crate::identity::{RevocationRules, Rule};
+    let trust = |args: &[&str]| {
+        let config = parse(args).unwrap();
+        config.trust.settings(&config.mesh.trust_domain)
+    };
+    let closed = RevocationRules { unknown_issuer: Rule::Deny, outdated: Rule::Deny };
+    assert_eq!(trust(&["--crl-path=/etc/crl.pem"]).revocation, Some(closed));
+    let open = trust(&["--crl-path=/etc/crl.pem", "--crl-unknown-issuer=allow", "--crl-expired=allow"]).revocation;
+    assert_eq!(open, Some(RevocationRules { unknown_issuer: Rule::Allow, outdated: Rule::Allow }));
+    let aliases = trust(&["--trust-domain=new.example", "--trust-domain-aliases=old.example,new.example"]).aliases;
+    assert_eq!(aliases, [TrustDomain::new("old.example")]);
 }
 
 #[test]
@@ -46,6 +64,11 @@ fn a_wrong_value_names_the_setting_the_value_and_what_is_right() {
         ("--cluster-cidrs", "10.0.0.0/99", "CLUSTER_CIDRS", "10.0.0.0/8"),
         ("--instance-ip", "here", "INSTANCE_IP", "IP address"),
         ("--trust-domain", "Cluster Local", "TRUST_DOMAIN", "cluster.local"),
+        ("--trust-domain-aliases", "Old One", "TRUST_DOMAIN_ALIASES", "cluster.local"),
+        ("--crl-path", " ", "CRL_PATH", "path of a file"),
+        ("--crl-unknown-issuer", "maybe", "CRL_UNKNOWN_ISSUER", "deny, allow"),
+        ("--crl-expired", "yes", "CRL_EXPIRED", "deny, allow"),
+        ("--expiry-connections", "drop", "CERTIFICATE_EXPIRY_CONNECTIONS", "keep, cut"),
         ("--stream-window", "1Ki", "HTTP2_STREAM_WINDOW_SIZE", "64Ki to 2Gi-1"),
         ("--connection-window", "256Ki", "HTTP2_CONNECTION_WINDOW_SIZE", "more than --stream-window"),
         ("--frame-size", "1Ki", "HTTP2_FRAME_SIZE", "16Ki to 16Mi-1"),

@@ -164,6 +164,10 @@ pub(super) fn trust_domain(text: &str) -> Result<TrustDomain, String> {
     Ok(TrustDomain::new(text))
 }
 
+pub(super) fn path(text: &str) -> Result<PathBuf, String> {
+    if text.trim().is_empty() { Err("expected the path of a file".into()) } else { Ok(text.into()) }
+}
+
 pub(super) fn endpoint(text: &str) -> Result<Endpoint, String> {
     let expected = || "expected https://host:port (http:// only where the link itself is trusted)".to_owned();
     let uri: http::Uri = text.parse().map_err(|_| expected())?;
@@ -278,6 +282,10 @@ macro_rules! serialize_as_text {
 }
 
 serialize_as_text!(Endpoint, RootSource, TokenSource, Bytes);
+
+pub(super) fn display_all<T: fmt::Display, S: Serializer>(values: &[T], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(values.iter().map(ToString::to_string))
+}
 
 pub(super) fn display<S: Serializer>(value: &impl fmt::Display, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)

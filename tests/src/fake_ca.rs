@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use prost_types::value::Kind;
 use tokio::runtime::Runtime;
+use tokio::sync::Notify;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 use ztunnel::proto::citadel::istio_certificate_service_server::{
@@ -37,6 +38,10 @@ pub enum Manner {
     Denies,
     /// Never an answer.
     Hangs,
+    /// No answer until another manner is set.
+    Held,
+    /// A good one that began an hour ago.
+    Backdated,
     /// A certificate that is none.
     Garbage,
     /// An answer without any part.
@@ -57,6 +62,8 @@ pub enum Manner {
 
 #[derive(Debug)]
 struct State {
+    /// Told about each manner that is set.
+    news: Arc<Notify>,
     signer: Arc<Authority>,
     /// Handed out; the signer's own is not implied.
     roots: Vec<String>,
@@ -71,8 +78,14 @@ impl FakeCa {
     pub fn start(place: &Outside) -> Self {
         let signer = Arc::new(Authority::root("fake root 1"));
         let roots = vec![signer.root_pem.clone()];
-        let state =
-            State { signer, roots, life: Duration::from_secs(3600), manners: HashMap::new(), issued: HashMap::new() };
+        let state = State {
+            news: Arc::default(),
+            signer,
+            roots,
+            life: Duration::from_secs(3600),
+            manners: HashMap::new(),
+            issued: HashMap::new(),
+        };
         let state = Arc::new(Mutex::new(state));
         let listener = place.listen(PORT);
         listener.set_nonblocking(true).expect("make a listener non-blocking");
@@ -98,7 +111,9 @@ impl FakeCa {
 
     /// From now on, for this service account.
     pub fn set(&self, account: &str, manner: Manner) {
-        self.state().manners.insert(account.to_owned(), manner);
+        let mut state = self.state();
+        state.manners.insert(account.to_owned(), manner);
+        state.news.notify_waiters();
     }
 
     /// From now on certificates live so long.
@@ -145,7 +160,7 @@ impl IstioCertificateService for Service {
             return Err(Status::invalid_argument("no identity is asked for"));
         };
         let account = wanted.rsplit('/').next().unwrap_or_default().to_owned();
-        let manner = self.0.lock().unwrap().manners.get(&account).copied().unwrap_or_default();
+        let manner = manner_of(&self.0, &account).await;
         match manner {
             Manner::Denies => return Err(Status::permission_denied("the fake authority denies it")),
             Manner::Hangs => std::future::pending().await,
@@ -157,6 +172,7 @@ impl IstioCertificateService for Service {
         let minute = Duration::from_secs(60);
         match manner {
             Manner::Expired => end = now - minute,
+            Manner::Backdated => begin = now - 60 * minute,
             Manner::NotYetValid => (begin, end) = (now + 10 * minute, now + 20 * minute),
             _ => {}
         }
@@ -178,9 +194,23 @@ impl IstioCertificateService for Service {
             Manner::Garbage => vec!["-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n".to_owned(), roots],
             _ => vec![leaf, roots],
         };
-        if manner == Manner::Good {
+        if matches!(manner, Manner::Good | Manner::Backdated) {
             *state.issued.entry(account).or_default() += 1;
         }
         Ok(Response::new(IstioCertificateResponse { cert_chain }))
+    }
+}
+
+/// How to answer for an account; waits while that is held.
+async fn manner_of(state: &Mutex<State>, account: &str) -> Manner {
+    let news = state.lock().unwrap().news.clone();
+    loop {
+        // Before the look: what is set after it is told.
+        let changed = news.notified();
+        let manner = state.lock().unwrap().manners.get(account).copied().unwrap_or_default();
+        if manner != Manner::Held {
+            return manner;
+        }
+        changed.await;
     }
 }

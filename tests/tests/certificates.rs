@@ -11,6 +11,8 @@ use testbed::{
     wait_for, wait_until,
 };
 
+const CANARY: &[u8] = b"canary-before-the-certificate";
+
 /// The shop with a certificate service of the test's own.
 struct Rig {
     ca: FakeCa,
@@ -21,14 +23,15 @@ struct Rig {
 impl Rig {
     /// Nobody is in the mesh yet.
     fn new(settings: &[(&str, &str)]) -> Self {
-        let shop = Shop::without_mesh();
+        let options = MeshOptions::default();
+        let options = settings.iter().fold(options, |options, (name, value)| options.proxy_env(name, value));
+        Self::with(Shop::without_mesh(), options)
+    }
+
+    fn with(shop: Shop, options: MeshOptions) -> Self {
         let place = shop.tb.outside("ca");
         let ca = FakeCa::start(&place);
-        let mut options = MeshOptions::default().proxy_env("CA_ADDRESS", ca.address());
-        for (name, value) in settings {
-            options = options.proxy_env(name, value);
-        }
-        shop.tb.start_mesh_with(options);
+        shop.tb.start_mesh_with(options.proxy_env("CA_ADDRESS", ca.address()));
         Self { ca, shop, _place: place }
     }
 
@@ -117,6 +120,37 @@ fn certificates_are_there_before_the_first_connection() {
     assert_eq!(asks(&rig.shop.client, &rig.shop), Ok(()));
     assert_eq!(server.seen().len(), 1);
     assert_eq!(["client", "near", "far"].map(|account| rig.ca.issued(account)), [1, 1, 1], "one for each, no more");
+}
+
+/// B48: on either end the first connection is held until there is a certificate, however early it comes.
+#[test]
+fn the_first_connection_of_a_pod_waits_for_its_certificate_on_either_end() {
+    let rig = Rig::enrolled(&[], Duration::from_secs(3600));
+    let (shop, wire) = (&rig.shop, rig.shop.tb.wire());
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    rig.ca.set("early", Manner::Held);
+    let early = shop.tb.pod("shop/early").service_account("early").start();
+    wait_for("the agent to have captured the pod", || {
+        (shop.mesh().status(&early)?["redirection"] == "enabled").then_some(())
+    });
+    let mut stream = early.connect(shop.far_service.at(80)).expect("the proxy accepts");
+    stream.say(CANARY);
+    assert_eq!(rig.ca.issued("early"), 0);
+    rig.ca.set("early", Manner::Good);
+    assert_eq!(stream.hear(CANARY.len()), CANARY);
+    drop(stream);
+    shop.mesh().node(1).wait_access_line("its identity", |line| line.get("src.identity") == early.identity());
+
+    rig.ca.set("served", Manner::Held);
+    let served = shop.tb.pod("shop/served").service_account("served").start();
+    let server = served.serve(8080, Behaviour::Echo);
+    shop.mesh().wait_in_mesh(&[&served]);
+    let mut stream = shop.far.connect(served.at(8080)).expect("the proxy accepts");
+    stream.say(CANARY);
+    assert_eq!((rig.ca.issued("served"), server.seen().len()), (0, 0));
+    rig.ca.set("served", Manner::Good);
+    assert_eq!(stream.hear(CANARY.len()), CANARY);
+    assert!(!wire.contains(CANARY), "nothing went in the clear meanwhile");
 }
 
 /// Certificates that live for seconds: renewals cut nothing, and no tunnel is used beyond its certificates' end.
@@ -349,6 +383,44 @@ fn a_clock_that_is_off_works_within_the_backdating_and_else_says_both_times() {
     let times: Vec<&str> = line.split_whitespace().filter(|word| word.contains('T') && word.contains("Z")).collect();
     assert!(times.len() >= 3, "the line's own time and both others: {line}");
     assert_eq!(asks(&shop.client, &shop), Err(End::Reset));
+}
+
+/// The discovery link holds by control's back-dating, the clock's own pod by that of its authority; a peer's certificate
+/// that was not back-dated does not. Both ends say all times.
+#[test]
+fn a_peer_whose_certificate_is_not_valid_by_the_own_clock_is_refused_with_all_times_at_both_ends() {
+    let libfaketime = libfaketime();
+    let shop = Shop::without_mesh();
+    // An authority that is older than the wrong time.
+    let root = Authority::root("of control");
+    root.below("signer of control").plug_into(&shop.tb.path("ca"), &[&root]);
+    let rig = Rig::with(shop, MeshOptions::default().control_arg("--leaf-backdate=20m"));
+    rig.ca.set("far", Manner::Backdated);
+    rig.ca.set("near", Manner::Backdated);
+    rig.shop.enrol();
+    let (shop, node) = (&rig.shop, rig.shop.mesh().node(1));
+    let server = shop.far.serve(8080, Behaviour::Echo);
+    node.proxy.terminate();
+    let env = [("LD_PRELOAD", &*libfaketime), ("FAKETIME", "-10m"), ("FAKETIME_DONT_FAKE_MONOTONIC", "1")];
+    shop.mesh().start_proxy_with(node, &env);
+    node.wait_proxy_ready();
+    shop.mesh().wait_in_mesh(&[&shop.far]);
+    wait_for("connections within the back-dating", || asks(&shop.near, shop).ok());
+    let count = server.seen().len();
+
+    assert_eq!(asks(&shop.client, shop), Err(End::Reset));
+    let refused = |line: &testbed::AccessLine| line.get("error").contains("sa/client");
+    let line = node.wait_access_line("the server's side", refused);
+    let parts = ["the certificate of spiffe://cluster.local/ns/shop/sa/client is valid from", "but here it is"];
+    for part in parts.into_iter().chain([" to ", "is a clock wrong?"]) {
+        assert!(line.get("error").contains(part), "{part:?} in {}", line.text);
+    }
+    let line = shop.mesh().node(0).wait_access_line("the client's side", refused);
+    let parts = ["the peer does not take our certificate as valid at its time", "is valid from", "and here it is"];
+    for part in parts.into_iter().chain(["is a clock wrong?"]) {
+        assert!(line.get("error").contains(part), "{part:?} in {}", line.text);
+    }
+    assert_eq!(server.seen().len(), count, "nothing came to the app");
 }
 
 /// The link to control in the clear, so that only the certificate of the workload has a wrong time.

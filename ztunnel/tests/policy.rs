@@ -73,7 +73,7 @@ fn converted(message: security::Authorization) -> policy::Policy {
 
 /// A pod of this node, `applying` policies that apply to it and so many in all.
 fn mesh(applying: usize, all: usize) -> Arc<Mesh> {
-    let mesh = Mesh::new("n1");
+    let mesh = Mesh::new("n1", "Kubernetes");
     mesh.update(|update| {
         let pod = workload::Workload {
             uid: "Kubernetes//Pod/shop/web".into(),

@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn there_is_a_bound_to_what_is_asked_for_and_what_is_known_keeps_its_place() {
         let demand = Demand::default();
-        let mesh = crate::mesh::Mesh::new("n");
+        let mesh = crate::mesh::Mesh::new("n", "Kubernetes");
         let mut full = false;
         for index in 0..MAX_NAMES {
             full |= demand.want(&name(index), DAY, || false).is_err();

@@ -33,7 +33,7 @@ fn on_demand() -> DiscoverySettings {
 }
 
 fn start(server: &Server, settings: DiscoverySettings) -> (Discovery, Arc<Mesh>) {
-    let mesh = Mesh::new("node-a");
+    let mesh = Mesh::new("node-a", "Kubernetes");
     (Discovery::start(server.control_plane(), settings, mesh.clone()), mesh)
 }
 
@@ -254,7 +254,7 @@ async fn a_dead_link_is_noticed_by_pings() {
         ping_timeout: Duration::from_millis(200),
         ..LinkTimings::default()
     };
-    let mesh = Mesh::new("node-a");
+    let mesh = Mesh::new("node-a", "Kubernetes");
     let discovery = Discovery::start(link.control_plane(), DiscoverySettings { timings, ..settings() }, mesh.clone());
     let _dead = open_with(&mut server, vec![pod("a", "10.0.0.1")]).await;
     sleep(Duration::from_millis(700)).await;
@@ -302,7 +302,8 @@ async fn trouble_with_the_link_is_said_with_its_step_and_cured_without_help() {
     let token = dir.join("token");
     let control_plane = ControlPlane { token: Some(TokenSource::File(token.clone())), ..server.control_plane() };
     let backoff = (Duration::from_millis(10), Duration::from_millis(50));
-    let discovery = Discovery::start(control_plane, DiscoverySettings { backoff, ..settings() }, Mesh::new("node-a"));
+    let discovery =
+        Discovery::start(control_plane, DiscoverySettings { backoff, ..settings() }, Mesh::new("node-a", "Kubernetes"));
     let error = || discovery.status().last_error.unwrap_or_default();
     until("the reason", || error().contains("cannot read the token from")).await;
     std::fs::write(&token, "fresh").unwrap();
@@ -335,7 +336,7 @@ async fn the_control_planes_roots_are_polled_and_a_change_opens_a_new_stream() {
     std::fs::write(&file, server.root_pem()).unwrap();
     let control_plane = ControlPlane { roots: RootSource::File(file.clone()), ..server.control_plane() };
     let settings = DiscoverySettings { answer_limit: Duration::from_millis(500), ..settings() };
-    let discovery = Discovery::start(control_plane, settings, Mesh::new("node-a"));
+    let discovery = Discovery::start(control_plane, settings, Mesh::new("node-a", "Kubernetes"));
     let _first = open_with(&mut server, vec![]).await;
     std::fs::write(&file, "").unwrap();
     sleep(Duration::from_millis(600)).await;
@@ -412,13 +413,13 @@ async fn a_refused_token_and_a_foreign_root_are_told_with_the_address() {
     let address = control_plane.address.to_string();
     control_plane.roots = RootSource::Pem(foreign);
     let settings = DiscoverySettings { backoff, ..settings() };
-    let discovery = Discovery::start(control_plane.clone(), settings.clone(), Mesh::new("node-a"));
+    let discovery = Discovery::start(control_plane.clone(), settings.clone(), Mesh::new("node-a", "Kubernetes"));
     until("the reason", || discovery.status().last_error.is_some()).await;
     let error = discovery.status().last_error.unwrap();
     assert!(error.contains("TLS") && error.contains(&address), "{error}");
 
     control_plane.roots = RootSource::Pem(server.root_pem());
-    let discovery = Discovery::start(control_plane, settings, Mesh::new("node-a"));
+    let discovery = Discovery::start(control_plane, settings, Mesh::new("node-a", "Kubernetes"));
     open(&mut server).await.end(Err(Status::unauthenticated("request authenticate failure"))).await;
     until("the reason", || discovery.status().last_error.is_some()).await;
     let error = discovery.status().last_error.unwrap();

@@ -22,9 +22,10 @@ pub enum NoEndpoint {
     #[error("service {service} has no port {port}")]
     NoPort { service: Arc<str>, port: u16 },
     #[error(
-        "service {service} has no usable endpoint for port {port} ({members} known, {unhealthy} unhealthy, {tried} already tried)"
+        "service {service} has no usable endpoint for port {port} ({members} known, {unhealthy} unhealthy, \
+         {elsewhere} in other networks, {tried} already tried)"
     )]
-    None { service: Arc<str>, port: u16, members: usize, unhealthy: usize, tried: usize },
+    None { service: Arc<str>, port: u16, members: usize, unhealthy: usize, elsewhere: usize, tried: usize },
 }
 
 /// What a choice is made for.
@@ -75,13 +76,12 @@ impl Snapshot {
             }
         }
         let Some((workload, address)) = two_choices(&candidates, &load) else {
-            let unhealthy = members.iter().filter(|w| !w.healthy).count();
-            let members = members.len();
             return Err(NoEndpoint::None {
                 service: service.key.clone(),
                 port,
-                members,
-                unhealthy,
+                members: members.len(),
+                unhealthy: members.iter().filter(|w| !w.healthy).count(),
+                elsewhere: members.iter().filter(|w| w.network != request.source.network).count(),
                 tried: tried.len(),
             });
         };
@@ -135,6 +135,10 @@ fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Op
     let service = request.service;
     let healthy = workload.healthy || service.load_balancing.health == HealthPolicy::AllowAll;
     if !healthy || workload.capacity == 0 || request.tried.contains(&workload.uid) {
+        return None;
+    }
+    // Its address may be somebody else's here.
+    if workload.network != request.source.network {
         return None;
     }
     let share = workload.services.iter().find(|s| s.service == service.key)?;

@@ -1,6 +1,6 @@
 //! From the wire to the model: every resource is checked whole before it is taken.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::hash::Hash;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -28,29 +28,34 @@ pub struct ConvertError {
 
 /// Shares equal strings, which a mesh is full of: namespaces, nodes, service accounts.
 #[derive(Debug, Default)]
-pub struct Interner(HashMap<Arc<str>, ()>);
+pub struct Interner {
+    strings: HashSet<Arc<str>>,
+    /// How many were in use when unused ones were last looked for.
+    kept: usize,
+}
 
 impl Interner {
     pub fn get(&mut self, text: &str) -> Arc<str> {
-        if let Some((shared, ())) = self.0.get_key_value(text) {
+        if let Some(shared) = self.strings.get(text) {
             return shared.clone();
         }
         let shared: Arc<str> = text.into();
-        self.0.insert(shared.clone(), ());
+        self.strings.insert(shared.clone());
         shared
     }
 
-    /// Forgets strings that nobody else holds.
-    pub fn shrink(&mut self) {
-        self.0.retain(|text, ()| Arc::strong_count(text) > 1);
+    /// Forgets strings that nobody else holds, each time their number has doubled: a node lives through many more
+    /// pods than it has.
+    pub(super) fn shrink_if_grown(&mut self) {
+        if self.strings.len() >= SHRINK_FROM.max(2 * self.kept) {
+            self.strings.retain(|text| Arc::strong_count(text) > 1);
+            self.kept = self.strings.len();
+        }
     }
 
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.strings.len()
     }
 }
 
@@ -291,3 +296,6 @@ pub(super) fn sorted_insert<T: Clone, K: Ord + Hash>(list: &mut Vec<T>, item: T,
         Err(at) => list.insert(at, item),
     }
 }
+
+/// Fewer strings are not worth a look.
+const SHRINK_FROM: usize = 1000;

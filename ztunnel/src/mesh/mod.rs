@@ -49,10 +49,10 @@ pub struct Update<'a> {
 }
 
 impl Mesh {
-    /// `node`: the own node's name.
-    pub fn new(node: &str) -> Arc<Self> {
+    /// The own node's name, and the cluster that it belongs to: other clusters may have nodes and pods of the same names.
+    pub fn new(node: &str, cluster: &str) -> Arc<Self> {
         Arc::new(Self {
-            current: ArcSwap::from_pointee(Snapshot::new(node.into())),
+            current: ArcSwap::from_pointee(Snapshot::new(node.into(), cluster.into())),
             writing: Mutex::default(),
             version: watch::Sender::new(0),
         })
@@ -77,7 +77,6 @@ impl Mesh {
     pub fn update<T>(&self, change: impl FnOnce(&mut Update<'_>) -> T) -> T {
         // A panic of an earlier writer left the snapshot as it was.
         let mut strings = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = strings.len();
         let snapshot = (**self.current.load()).clone();
         let mut update = Update { snapshot, strings: &mut strings, changes: PolicyChanges::default() };
         let result = change(&mut update);
@@ -86,9 +85,7 @@ impl Mesh {
             snapshot.prepare(&changes);
         }
         self.current.store(Arc::new(snapshot));
-        if strings.len() > before + SHRINK_AFTER {
-            strings.shrink();
-        }
+        strings.shrink_if_grown();
         drop(strings);
         self.version.send_modify(|v| *v += 1);
         result
@@ -156,6 +153,3 @@ impl Update<'_> {
         removed.is_some()
     }
 }
-
-/// New strings in one update after which unused ones are looked for.
-const SHRINK_AFTER: usize = 1000;

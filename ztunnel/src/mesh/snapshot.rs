@@ -31,6 +31,7 @@ pub struct Snapshot {
     unusable: HashMap<Arc<str>, Arc<Unusable>>,
     unusable_at: HashMap<NetworkAddress, Vec<Arc<Unusable>>>,
     node: Arc<str>,
+    cluster: Arc<str>,
 }
 
 /// A workload or service that the control plane has told us of and that we cannot use: nobody knows whether its traffic
@@ -59,8 +60,8 @@ pub enum Gateway {
 }
 
 impl Snapshot {
-    pub(super) fn new(node: Arc<str>) -> Self {
-        Self { node, ..Self::default() }
+    pub(super) fn new(node: Arc<str>, cluster: Arc<str>) -> Self {
+        Self { node, cluster, ..Self::default() }
     }
 
     pub fn workload(&self, uid: &str) -> Option<&Arc<Workload>> {
@@ -219,7 +220,7 @@ impl Snapshot {
     }
 
     pub(super) fn is_local(&self, workload: &Workload) -> bool {
-        !self.node.is_empty() && workload.node == self.node
+        !self.node.is_empty() && workload.node == self.node && workload.cluster == self.cluster
     }
 
     pub(super) fn remove_workload(&mut self, uid: &str) -> Option<Arc<Workload>> {

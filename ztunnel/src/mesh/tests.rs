@@ -47,7 +47,7 @@ fn svc(namespace: &str, vip: &str) -> wire::Service {
 }
 
 fn mesh(workloads: &[wire::Workload], services: &[wire::Service]) -> Arc<Mesh> {
-    let mesh = Mesh::new("n1");
+    let mesh = Mesh::new("n1", "Kubernetes");
     mesh.update(|u| {
         for w in workloads {
             let w = convert_workload(w, u.strings()).unwrap();
@@ -109,6 +109,15 @@ fn unhealthy_and_weightless_endpoints_are_not_chosen() {
     assert!(matches!(choose(&mesh, "10.0.0.1", &[]), Err(NoEndpoint::None { unhealthy: 1, members: 2, .. })));
 }
 
+/// An address means nothing in another network, or somebody else.
+#[test]
+fn endpoints_in_other_networks_are_not_dialled_by_their_address() {
+    let far = wire::Workload { network: "west".into(), ..pod("far", "10.0.0.2", &[("shop/cart.svc", 0)]) };
+    let mesh = mesh(&[pod("client", "10.0.0.9", &[]), far], &[svc("shop", "10.96.0.1")]);
+    let error = choose(&mesh, "10.0.0.9", &[]).unwrap_err();
+    assert!(error.to_string().contains("1 in other networks"), "{error}");
+}
+
 #[test]
 fn the_less_loaded_of_two_is_chosen_more_often() {
     let key = "shop/cart.svc";
@@ -138,6 +147,42 @@ fn a_local_pod_is_known_by_all_three_names() {
     assert!(mesh.load().local_workload("shop", "a", "default").is_some());
     assert!(mesh.load().local_workload("shop", "a", "other").is_none());
     assert!(mesh.load().local_workload("shop", "b", "default").is_none());
+}
+
+/// Else a pod would be judged by another's policies, and named by another's identity.
+#[test]
+fn a_pod_of_the_same_name_on_a_node_of_the_same_name_in_another_cluster_is_not_ours() {
+    let twin = |cluster: &str, trust_domain: &str| wire::Workload {
+        uid: format!("{cluster}//Pod/shop/a"),
+        cluster_id: cluster.into(),
+        trust_domain: trust_domain.into(),
+        ..pod("a", "10.0.0.1", &[])
+    };
+    let (own, other) = (twin("Kubernetes", "own.example"), twin("west", "west.example"));
+    for order in [[&own, &other], [&other, &own]] {
+        let mesh = mesh(&order.map(Clone::clone), &[]);
+        let local = mesh.load().local_workload("shop", "a", "default").cloned().unwrap();
+        assert_eq!(local.trust_domain.as_str(), "own.example");
+        assert_eq!(mesh.load().local_workloads().count(), 1);
+        mesh.update(|u| u.remove_address("west//Pod/shop/a"));
+        assert!(mesh.load().local_workload("shop", "a", "default").is_some());
+    }
+    assert!(mesh(&[other], &[]).load().local_workload("shop", "a", "default").is_none());
+}
+
+#[test]
+fn strings_of_pods_that_are_gone_are_forgotten() {
+    let mesh = mesh(&[], &[]);
+    let mut strings = 0;
+    for i in 0..5000 {
+        let job = wire::Workload { workload_name: format!("job-{i}"), ..pod("a", "10.0.0.1", &[]) };
+        mesh.update(|u| {
+            let job = convert_workload(&job, u.strings()).unwrap();
+            u.workload(job);
+            strings = u.strings().len();
+        });
+    }
+    assert!(strings <= 1000, "{strings} strings for one pod");
 }
 
 #[test]
@@ -244,11 +289,11 @@ fn view(mesh: &Mesh) -> String {
 proptest! {
     #[test]
     fn any_order_of_changes_gives_what_a_rebuild_gives(changes in changes()) {
-        let mesh = Mesh::new("n1");
+        let mesh = Mesh::new("n1", "Kubernetes");
         for change in &changes {
             apply(&mesh, change);
         }
-        let rebuilt = Mesh::new("n1");
+        let rebuilt = Mesh::new("n1", "Kubernetes");
         let old = mesh.load();
         rebuilt.update(|u| {
             for w in old.workloads() { u.workload((**w).clone()); }

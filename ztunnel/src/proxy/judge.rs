@@ -140,7 +140,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_policy_that_is_missing_is_waited_for() {
-        let mesh = Mesh::new("n1");
+        let mesh = Mesh::new("n1", "Kubernetes");
         record(&mesh, &["shop/p"]);
         // The first answer of the control plane, then the policy.
         let refused = with_change(&mesh, |mesh| {
@@ -158,7 +158,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_does_not_come_is_refused_with_the_reason() {
-        let mesh = Mesh::new("n1");
+        let mesh = Mesh::new("n1", "Kubernetes");
         let reason = refusal(&mesh, SHORT).await.unwrap();
         assert_eq!(reason, "denied: the pod's own record is gone (waited 20ms)");
         record(&mesh, &["shop/p"]);
@@ -174,7 +174,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_denied_anyway_does_not_wait() {
-        let mesh = Mesh::new("n1");
+        let mesh = Mesh::new("n1", "Kubernetes");
         record(&mesh, &["shop/deny", "shop/never"]);
         mesh.update(|u| u.policy(policy("deny", 1)));
         let reason = refusal(&mesh, LONG).await.unwrap();

@@ -114,6 +114,9 @@ fn through_waypoint(
     load: impl Fn(&Workload) -> u64,
 ) -> Result<Hop, Failure> {
     let (workload, ip, expected) = match mesh.gateway(waypoint) {
+        Some(Gateway::Workload(workload)) if workload.network != source.network => {
+            return Err(no_waypoint(waypoint, "it is in another network"));
+        }
         Some(Gateway::Workload(workload)) => {
             let ip = address_for(&workload, dialled.ip()).ok_or_else(|| no_waypoint(waypoint, "it has no address"))?;
             let expected = expected(&workload, None);
@@ -169,7 +172,7 @@ mod tests {
     use crate::proto::workload as wire;
 
     fn mesh() -> Arc<Mesh> {
-        let mesh = Mesh::new("n1");
+        let mesh = Mesh::new("n1", "Kubernetes");
         let pods = [
             ("client", [10, 0, 0, 1], wire::TunnelProtocol::Hbone),
             ("server", [10, 0, 0, 2], wire::TunnelProtocol::Hbone),

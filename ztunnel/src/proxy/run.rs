@@ -47,7 +47,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let shutdown = Shutdown::new();
         let metrics = Metrics::new();
         let telemetry = Telemetry::new(&metrics, config.telemetry.series_max as usize, config.telemetry.series_idle);
-        let mesh = Mesh::new(&config.node.node_name);
+        let mesh = Mesh::new(&config.node.node_name, config.mesh.cluster_id());
         let discovery = Discovery::start(xds(&config), discovery_settings(&config), mesh.clone());
         let trust = Trust::new(config.trust.settings(&config.mesh.trust_domain));
         let crl_file = config.trust.crl_path.clone().map(|path| CrlFile::start(path, trust.clone()));

@@ -84,7 +84,7 @@ fn verdict_ns(mesh: &Mesh, connection: &Connection, expected: fn(&Decision) -> b
 
 /// A pod, and so many policies, of which [`APPLYING`] apply to it.
 fn mesh(all: usize) -> Arc<Mesh> {
-    let mesh = Mesh::new("n1");
+    let mesh = Mesh::new("n1", "Kubernetes");
     mesh.update(|update| {
         let named = (0..APPLYING).map(message).filter(|m| m.scope == Scope::WorkloadSelector as i32);
         let pod = workload::Workload {

@@ -107,7 +107,8 @@ async fn a_control_plane_that_has_been_away_for_long_is_not_waited_for() {
     let mut control_plane = server.control_plane();
     control_plane.address.port = 1;
     let wait = Duration::from_millis(300);
-    let discovery = Discovery::start(control_plane, DiscoverySettings { wait, ..on_demand() }, Mesh::new("node-a"));
+    let discovery =
+        Discovery::start(control_plane, DiscoverySettings { wait, ..on_demand() }, Mesh::new("node-a", "Kubernetes"));
     let started = Instant::now();
     assert_eq!(discovery.need(&at("192.0.2.1")).await, Need::Outside);
     assert!(started.elapsed() < wait, "outside is not waited for");

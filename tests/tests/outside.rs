@@ -1,6 +1,6 @@
 //! Traffic between the mesh and what is not in it.
 
-use testbed::{Behaviour, End, Shop, StreamExt};
+use testbed::{Behaviour, End, Pod, Shop, StreamExt};
 
 #[test]
 fn destinations_outside_are_passed_through_with_the_pods_own_address() {
@@ -63,4 +63,22 @@ fn an_address_that_nobody_has_fails_and_says_why() {
     let line =
         shop.mesh().node(0).wait_access_line("the failed dial", |line| line.get("dst.addr") == "10.244.1.200:80");
     assert_ne!(line.get("error"), "", "{}", line.text);
+}
+
+#[test]
+fn link_local_addresses_work_as_without_a_mesh() {
+    let shop = Shop::in_mesh();
+    let server = shop.near.serve(8080, Behaviour::Echo);
+    let of = |pod: &Pod, args: &[&str]| pod.netns().ip_output(args);
+    let addresses = of(&shop.near, &["-6", "-o", "addr", "show", "dev", "eth0", "scope", "link"]);
+    let address = addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect("an address");
+    let link = of(&shop.client, &["-o", "link", "show", "eth0"]);
+    let (index, _) = link.split_once(':').expect("a number");
+    let mut stream = shop.client.connect(format!("[{address}%{index}]:8080").parse().unwrap()).expect("connect");
+    stream.ask(b"on the same link");
+    drop(stream);
+    assert_eq!(server.seen().len(), 1);
+    shop.mesh().node(0).wait_access_line("from a link-local address", |line| {
+        line.get("direction") == "inbound" && line.get("src.addr").contains("fe80")
+    });
 }

@@ -22,7 +22,7 @@ pub struct TcpSettings {
     pub connect_timeout: Duration,
     pub keepalive_time: Duration,
     pub keepalive_interval: Duration,
-    /// How long sent bytes may stay without acknowledgement before the peer counts as dead.
+    /// How long a peer's proxy may leave sent bytes without acknowledgement, or take none, before it counts as dead.
     pub user_timeout: Duration,
 }
 
@@ -39,13 +39,25 @@ impl TcpSettings {
 
     /// Connects from inside the pod with the pod's own address. `marked`: iptables of another agent need our mark.
     pub async fn dial(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<TcpStream> {
+        let to = with_link(pod, to)?;
+        self.connect(self.own_socket(pod, marked, to)?, to).await
+    }
+
+    /// The same to a peer's HBONE port. The other end always reads, so one that does not is dead; an app may pause for
+    /// as long as it likes.
+    pub async fn dial_tunnel(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<TcpStream> {
+        let socket = self.own_socket(pod, marked, to)?;
+        socket.set_tcp_user_timeout(Some(self.user_timeout))?;
+        self.connect(socket, to).await
+    }
+
+    fn own_socket(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<Socket> {
         let socket = pod.run(|| stream_socket(to))??;
         self.apply(SockRef::from(&socket))?;
-        socket.set_tcp_user_timeout(Some(self.user_timeout))?;
         if marked {
             socket.set_mark(MARK)?;
         }
-        self.connect(socket, to).await
+        Ok(socket)
     }
 
     /// Connects to an app of the pod with the address of its client; the client's own port where it is free, so that
@@ -132,6 +144,40 @@ pub fn redirected_from(socket: SockRef<'_>) -> Option<SocketAddr> {
         .map(|a| SocketAddr::new(a.ip().to_canonical(), a.port()))
 }
 
+/// A link-local address with its link. Capture does not keep the one that the app named, so it must be the pod's only
+/// one.
+fn with_link(pod: &Netns, to: SocketAddr) -> io::Result<SocketAddr> {
+    let SocketAddr::V6(mut to) = to else { return Ok(to) };
+    if !to.ip().is_unicast_link_local() || to.scope_id() != 0 {
+        return Ok(to.into());
+    }
+    let table = pod.run(|| std::fs::read_to_string("/proc/thread-self/net/if_inet6"))??;
+    match links(&table)[..] {
+        [link] => to.set_scope_id(link),
+        [] => return Err(io::Error::new(io::ErrorKind::AddrNotAvailable, "the pod has no link-local address")),
+        [..] => {
+            let text = "the pod has several links, and which one is meant is not known";
+            return Err(io::Error::new(io::ErrorKind::AddrNotAvailable, text));
+        }
+    }
+    Ok(to.into())
+}
+
+/// Numbers of the interfaces that have a link-local address, of a table with address, interface, prefix length, scope,
+/// flags and name in each line.
+fn links(table: &str) -> Vec<u32> {
+    const LINK_LOCAL: &str = "20";
+    let link = |line: &str| {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        let (link, scope) = (fields.next()?, fields.nth(1)?);
+        (scope == LINK_LOCAL).then(|| u32::from_str_radix(link, 16).ok())?
+    };
+    let mut links: Vec<u32> = table.lines().filter_map(link).collect();
+    links.sort_unstable();
+    links.dedup();
+    links
+}
+
 fn stream_socket(to: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(to), Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
     Ok(socket)
@@ -161,3 +207,56 @@ const KEEPALIVE_RETRIES: u32 = 9;
 /// Ports that are tried where the client's own one is taken.
 const BIND_TRIES: u32 = 12;
 const PORTS: (u32, u32) = (32768, 61000);
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::super::netns::tests::fresh;
+    use super::*;
+
+    const SETTINGS: TcpSettings = TcpSettings {
+        connect_timeout: Duration::from_secs(5),
+        keepalive_time: Duration::from_secs(180),
+        keepalive_interval: Duration::from_secs(20),
+        user_timeout: Duration::from_secs(20),
+    };
+
+    fn ip(pod: &Netns, commands: &[&str]) {
+        for command in commands {
+            let run = || std::process::Command::new("ip").args(command.split(' ')).status().unwrap();
+            assert!(pod.run(run).unwrap().success(), "ip {command}");
+        }
+    }
+
+    /// The kernel counts a window that stays closed as no acknowledgement.
+    #[tokio::test]
+    async fn an_app_that_does_not_read_has_all_the_time_and_a_proxy_has_not() {
+        let pod = fresh();
+        ip(&pod, &["link set lo up"]);
+        let listener = pod.run(|| TcpListener::bind("127.0.0.1:0").unwrap()).unwrap();
+        let to = listener.local_addr().unwrap();
+        let app = SETTINGS.dial(&pod, false, to).await.unwrap();
+        assert_eq!(SockRef::from(&app).tcp_user_timeout().unwrap(), None);
+        let tunnel = SETTINGS.dial_tunnel(&pod, false, to).await.unwrap();
+        assert_eq!(SockRef::from(&tunnel).tcp_user_timeout().unwrap(), Some(SETTINGS.user_timeout));
+    }
+
+    #[tokio::test]
+    async fn a_link_local_address_is_dialled_on_the_pods_only_link() {
+        let pod = fresh();
+        let dialled = || SETTINGS.dial(&pod, false, "[fe80::1]:80".parse().unwrap());
+        assert!(dialled().await.unwrap_err().to_string().contains("no link-local address"));
+        ip(
+            &pod,
+            &["link set lo up", "link add one type bridge", "link set one up", "addr add fe80::1/64 dev one nodad"],
+        );
+        let index = pod.run(|| std::fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap()).unwrap();
+        let link = links(&index)[0];
+        let listener = pod.run(|| TcpListener::bind(format!("[fe80::1%{link}]:80")).unwrap()).unwrap();
+        let stream = dialled().await.unwrap();
+        assert_eq!(listener.accept().unwrap().1, stream.local_addr().unwrap());
+        ip(&pod, &["link add two type bridge", "link set two up", "addr add fe80::2/64 dev two nodad"]);
+        assert!(dialled().await.unwrap_err().to_string().contains("several links"));
+    }
+}

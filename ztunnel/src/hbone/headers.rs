@@ -3,7 +3,7 @@
 //! What a peer claims in a header is for telemetry only; it must never decide anything.
 
 use std::fmt::Write;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -137,11 +137,6 @@ pub fn reason(text: &str) -> HeaderValue {
 pub fn read_reason(headers: &HeaderMap) -> Option<String> {
     let text = headers.get(REASON)?.to_str().ok()?;
     Some(text.chars().take(MAX_REASON).collect())
-}
-
-/// Whether an address belongs to nobody in particular, so that no connection may be made to it.
-pub fn is_unusable(ip: IpAddr) -> bool {
-    ip.is_unspecified() || ip.is_multicast()
 }
 
 /// Pairs of baggage that are read at most.

@@ -17,9 +17,7 @@ mod tunnels;
 pub(crate) use buffers::Buffer;
 pub use client::{Stream, StreamError, TunnelError};
 pub use driver::{Ended, StreamCount};
-pub use headers::{
-    Authority, BAGGAGE, Baggage, FORWARDED, REASON, TRACEPARENT, baggage_of, forwarded, is_unusable, read_forwarded,
-};
+pub use headers::{Authority, BAGGAGE, Baggage, FORWARDED, REASON, TRACEPARENT, baggage_of, forwarded, read_forwarded};
 pub use pool::{Dialled, OpenError, Pool, PoolKey};
 pub use server::{Abandoned, AcceptError, Accepted, Established, Incoming};
 pub use settings::Settings;

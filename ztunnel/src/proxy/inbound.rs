@@ -248,10 +248,10 @@ fn own_port_of(tunnel: &Tunnel, host: &str, port: u16) -> Result<u16, Refusal> {
     target.ok_or_else(|| refuse(format!("{host} has no port {port} here")))
 }
 
-/// Reaches the app with the client's address. A pod that calls itself keeps its own.
+/// Reaches the app with the client's address, where a connection may have it; else with the pod's own.
 pub async fn dial(worker: &Worker, pod: &Pod, client: SocketAddr, app: SocketAddr) -> Result<TcpStream, Failure> {
     let tcp = &worker.shared.tcp;
-    let dialled = if client.ip() == app.ip() || hbone::is_unusable(client.ip()) || client.is_ipv4() != app.is_ipv4() {
+    let dialled = if !replies_come_back(client.ip(), app.ip()) {
         tcp.dial(&pod.netns, !pod.by_ebpf, app).await
     } else {
         let maps = worker.shared.maps.load();
@@ -259,6 +259,14 @@ pub async fn dial(worker: &Worker, pod: &Pod, client: SocketAddr, app: SocketAdd
         tcp.dial_app(&pod.netns, pass.as_ref(), client, app).await
     };
     dialled.map_err(|e| Failure::new(ResponseFlag::Connect, "dial", format!("dialling the app at {app}: {e}")))
+}
+
+/// Whether the app's replies to this client can be led to us: not if it is the pod itself, nobody in particular, of
+/// the other family, or on a link, to which the kernel sends replies whatever its routes say.
+fn replies_come_back(client: IpAddr, app: IpAddr) -> bool {
+    let is_on_link = matches!(client, IpAddr::V6(ip) if ip.is_unicast_link_local());
+    let is_somebody = !client.is_unspecified() && !client.is_multicast();
+    client != app && is_somebody && client.is_ipv4() == app.is_ipv4() && !is_on_link
 }
 
 fn describe(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) {

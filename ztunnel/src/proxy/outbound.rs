@@ -194,7 +194,8 @@ async fn connect(
             .wait(&identity, shared.config.timeouts.certificate)
             .await
             .map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
-        let socket = shared.tcp.dial(&pod.netns, !pod.by_ebpf, tunnel).await.map_err(|e| no_tunnel(tunnel, &e))?;
+        let dialled = shared.tcp.dial_tunnel(&pod.netns, !pod.by_ebpf, tunnel).await;
+        let socket = dialled.map_err(|e| no_tunnel(tunnel, &e))?;
         Ok(Dialled { socket, certificate })
     };
     match worker.pool.stream(&key, request, dial).await {

@@ -74,6 +74,70 @@ impl Buffer {
     }
 }
 
+/// Bytes that were read and not used yet: in a lent buffer, or, where they are few and more may be long in coming, in
+/// one of their own size.
+#[derive(Default)]
+pub struct Inbox {
+    lent: Option<Buffer>,
+    small: Vec<u8>,
+}
+
+impl Inbox {
+    pub fn filled_mut(&mut self) -> &mut [u8] {
+        match &mut self.lent {
+            Some(buffer) => buffer.filled_mut(),
+            None => &mut self.small,
+        }
+    }
+
+    /// Whether there is a large buffer, so that room costs nothing.
+    pub fn is_lent(&self) -> bool {
+        self.lent.is_some()
+    }
+
+    /// The room behind the bytes, in a large buffer.
+    pub fn room(&mut self, wanted: usize) -> &mut [u8] {
+        let small = std::mem::take(&mut self.small);
+        let buffer = self.lent.get_or_insert_with(Buffer::lend);
+        buffer.room(small.len())[..small.len()].copy_from_slice(&small);
+        buffer.add(small.len());
+        buffer.room(wanted)
+    }
+
+    /// Bytes written into [`Inbox::room`].
+    pub fn add(&mut self, n: usize) {
+        if let Some(buffer) = &mut self.lent {
+            buffer.add(n);
+        }
+        self.give_back_if_empty();
+    }
+
+    /// Bytes taken from the front.
+    pub fn take(&mut self, n: usize) {
+        match &mut self.lent {
+            Some(buffer) => buffer.take(n),
+            None => drop(self.small.drain(..n)),
+        }
+        self.give_back_if_empty();
+    }
+
+    /// Gives the large buffer back; what is in it moves.
+    pub fn shrink(&mut self) {
+        if let Some(buffer) = self.lent.take() {
+            self.small = buffer.filled().to_vec();
+        }
+    }
+
+    fn give_back_if_empty(&mut self) {
+        if self.lent.as_ref().is_some_and(Buffer::is_empty) {
+            self.lent = None;
+        }
+        if self.small.is_empty() {
+            self.small = Vec::new();
+        }
+    }
+}
+
 impl Deref for Buffer {
     type Target = [u8];
 
@@ -105,6 +169,26 @@ impl Drop for Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_inbox_keeps_its_bytes_through_every_size() {
+        let mut inbox = Inbox::default();
+        inbox.room(8)[..6].copy_from_slice(b"abcdef");
+        inbox.add(6);
+        inbox.take(1);
+        inbox.shrink();
+        assert!(!inbox.is_lent());
+        assert_eq!(inbox.filled_mut(), b"bcdef");
+        inbox.take(1);
+        inbox.room(2)[..2].copy_from_slice(b"gh");
+        inbox.add(2);
+        assert_eq!(inbox.filled_mut(), b"cdefgh");
+        inbox.take(6);
+        assert!(!inbox.is_lent() && inbox.filled_mut().is_empty());
+        inbox.room(1);
+        inbox.add(0);
+        assert!(!inbox.is_lent(), "nothing came");
+    }
 
     #[test]
     fn room_moves_bytes_to_the_front_when_it_runs_short() {

@@ -19,7 +19,7 @@ use rustls::{AlertDescription, ClientConfig, ServerConfig};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use super::buffers::{BUFFER_SIZE, Buffer};
+use super::buffers::{BUFFER_SIZE, Buffer, Inbox};
 use crate::identity::{PeerError, describe_tls_error, take_refusal};
 
 /// Why a TLS connection failed.
@@ -43,7 +43,7 @@ pub struct TlsSocket {
     socket: TcpStream,
     tls: Tls,
     /// Ciphertext from the socket that is not processed yet.
-    inbox: Option<Buffer>,
+    inbox: Inbox,
     /// Plaintext of a record that did not fit into the reader's buffer.
     rest: Vec<u8>,
     rest_start: usize,
@@ -51,8 +51,11 @@ pub struct TlsSocket {
     staged: Vec<u8>,
     /// Records that wait for the socket.
     outbox: Option<Buffer>,
+    handshaking: bool,
     peer_closed: bool,
     closing: bool,
+    /// TLS cannot go on: what is left to do is to send the alert.
+    failed: bool,
     /// A write was turned away because the outbox was full.
     turned_away: bool,
     /// When bytes last came from the peer: any frame is a sign of life.
@@ -77,6 +80,8 @@ enum Step {
     Handshaking,
     /// Nothing to do before more bytes come.
     Open,
+    /// The record that was to be written is in the outbox.
+    Sealed,
     /// The peer said that it sends nothing more.
     PeerClosed,
 }
@@ -120,23 +125,26 @@ impl TlsSocket {
         let mut this = Self {
             socket,
             tls,
-            inbox: None,
+            inbox: Inbox::default(),
             rest: Vec::new(),
             rest_start: 0,
             staged: Vec::new(),
             outbox: None,
+            handshaking: true,
             peer_closed: false,
             closing: false,
+            failed: false,
             turned_away: false,
             last_heard: Instant::now(),
             alert: None,
         };
         loop {
-            let step = match this.step(&mut NoData) {
+            let step = match this.step(&mut NoData, None) {
                 Ok(step) => step,
                 Err(error) => {
                     // At once: other connections of this thread have refusals of their own.
                     let refusal = take_refusal();
+                    this.fail();
                     this.send_alert().await;
                     return Err(refusal.map_or(TlsError::Protocol(error), TlsError::Peer));
                 }
@@ -144,7 +152,7 @@ impl TlsSocket {
             match step {
                 Step::Progress => continue,
                 // Data comes right behind the peer's Finished; it could not be read before that was verified.
-                Step::Open | Step::Delivered => break,
+                Step::Open | Step::Sealed | Step::Delivered => break,
                 Step::PeerClosed => return Err(TlsError::ClosedInHandshake),
                 Step::Handshaking => {}
             }
@@ -154,6 +162,7 @@ impl TlsSocket {
             }
         }
         std::future::poll_fn(|cx| this.poll_send(cx)).await?;
+        this.handshaking = false;
         let alpn = match &this.tls {
             Tls::Client(c) => c.alpn_protocol(),
             Tls::Server(s) => s.alpn_protocol(),
@@ -166,13 +175,14 @@ impl TlsSocket {
 
     /// After an error: puts the alert that TLS has ready into the outbox. Once only, and with the inbox as the error
     /// left it: rustls panics when it is made to read on, or misses bytes that it has seen.
-    fn take_alert(&mut self) {
-        let _ = self.step(&mut NoData);
+    fn fail(&mut self) {
+        if !std::mem::replace(&mut self.failed, true) {
+            let _ = self.step(&mut NoData, None);
+        }
     }
 
     /// Tells the peer why the handshake failed, where the socket takes it at once.
     async fn send_alert(&mut self) {
-        self.take_alert();
         let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
         // The alert must not be overtaken by a RST, which unread bytes would cause at close: what the peer still
         // sends is read until it has seen the end.
@@ -210,11 +220,14 @@ impl TlsSocket {
             if self.peer_closed {
                 return Poll::Ready(Ok(()));
             }
-            match self.step(into) {
+            if self.failed {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            match self.step(into, None) {
                 Ok(Step::Progress) => continue,
                 Ok(Step::Delivered) => return Poll::Ready(Ok(())),
                 Ok(Step::PeerClosed) => self.peer_closed = true,
-                Ok(Step::Open | Step::Handshaking) => {
+                Ok(Step::Open | Step::Handshaking | Step::Sealed) => {
                     if ready!(self.poll_fill(cx))? == 0 {
                         // Without close_notify an end could have been forged by anybody on the path.
                         return Poll::Ready(Err(io::Error::new(
@@ -227,7 +240,7 @@ impl TlsSocket {
                     if let rustls::Error::AlertReceived(alert) = error {
                         self.alert = Some(alert);
                     }
-                    self.take_alert();
+                    self.fail();
                     return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
                 }
             }
@@ -241,6 +254,9 @@ impl TlsSocket {
             self.turned_away = true;
             ready!(self.poll_drain(cx))?;
             self.turned_away = false;
+        }
+        if self.failed {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
         }
         let mut taken = 0;
         for part in parts {
@@ -272,7 +288,7 @@ impl TlsSocket {
 
     /// Sends all that was written. Ready when the socket has taken everything.
     pub fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if !self.staged.is_empty() {
+        if !self.staged.is_empty() && !self.failed {
             if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
                 ready!(self.poll_drain(cx))?;
             }
@@ -289,7 +305,7 @@ impl TlsSocket {
     /// Sends all that was written and the orderly end.
     pub fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_send(cx))?;
-        if !std::mem::replace(&mut self.closing, true) {
+        if !std::mem::replace(&mut self.closing, true) && !self.failed {
             self.encrypt(Piece::CloseNotify)?;
         }
         self.poll_drain(cx)
@@ -308,18 +324,20 @@ impl TlsSocket {
     /// Reads from the socket into the inbox; 0 at its end.
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         // Nothing is lent before there is something to read.
-        if self.inbox.is_none() {
+        if !self.inbox.is_lent() {
             ready!(self.socket.poll_read_ready(cx))?;
         }
-        let inbox = self.inbox.get_or_insert_with(Buffer::lend);
-        let mut room = ReadBuf::new(inbox.room(RECORD_ROOM));
+        let mut room = self.inbox.room(RECORD_ROOM);
+        if self.handshaking {
+            room = &mut room[..RECORD_ROOM];
+        }
+        let mut room = ReadBuf::new(room);
         let read = Pin::new(&mut self.socket).poll_read(cx, &mut room);
         let n = room.filled().len();
-        if read.is_ready() {
-            inbox.add(n);
-        }
-        if inbox.is_empty() {
-            self.inbox = None;
+        self.inbox.add(n);
+        if self.handshaking {
+            // A stranger who sends half a record and waits holds no more memory than that.
+            self.inbox.shrink();
         }
         ready!(read)?;
         if n > 0 {
@@ -328,36 +346,41 @@ impl TlsSocket {
         Poll::Ready(Ok(n))
     }
 
-    fn step(&mut self, into: &mut impl Sink) -> Result<Step, rustls::Error> {
-        let Self { tls, inbox, outbox, rest, .. } = self;
-        let records = inbox.as_mut().map(Buffer::filled_mut).unwrap_or_default();
+    /// One step of TLS, with all that came. Where there is nothing else to do for it, `piece` is encrypted.
+    fn step(&mut self, into: &mut impl Sink, piece: Option<&Piece<'_>>) -> Result<Step, rustls::Error> {
+        let Self { tls, inbox, outbox, rest, staged, .. } = self;
+        let plain = piece.map(|piece| (piece, &staged[..]));
         let (discard, step) = match tls {
-            Tls::Client(c) => advance(c, records, outbox, rest, into),
-            Tls::Server(s) => advance(s, records, outbox, rest, into),
+            Tls::Client(c) => advance(c, inbox.filled_mut(), outbox, rest, into, plain),
+            Tls::Server(s) => advance(s, inbox.filled_mut(), outbox, rest, into, plain),
         };
-        if let Some(buffer) = inbox {
-            buffer.take(discard);
-            if buffer.is_empty() {
-                *inbox = None;
-            }
-        }
+        inbox.take(discard);
         step
     }
 
+    /// Encrypts one record into the outbox.
     fn encrypt(&mut self, piece: Piece<'_>) -> io::Result<()> {
-        let Self { tls, outbox, staged, .. } = self;
-        let outbox = outbox.get_or_insert_with(Buffer::lend);
-        let written = match tls {
-            Tls::Client(c) => seal(c, &piece, staged, outbox),
-            Tls::Server(s) => seal(s, &piece, staged, outbox),
-        };
-        if matches!(piece, Piece::Staged) {
-            staged.clear();
-            if staged.capacity() > IDLE_STAGED {
-                *staged = Vec::new();
+        loop {
+            match self.step(&mut NoData, Some(&piece)) {
+                Ok(Step::Sealed) => break,
+                // For example an answer to a key update; what was read on the way waits for the reader.
+                Ok(Step::Progress | Step::Delivered) => {}
+                // Told to the reader once it has read the rest; writing goes on.
+                Ok(Step::PeerClosed) if !self.peer_closed => self.peer_closed = true,
+                Ok(Step::PeerClosed | Step::Open | Step::Handshaking) => return Err(io::ErrorKind::BrokenPipe.into()),
+                Err(error) => {
+                    self.fail();
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+                }
             }
         }
-        written
+        if matches!(piece, Piece::Staged) {
+            self.staged.clear();
+            if self.staged.capacity() > IDLE_STAGED {
+                self.staged = Vec::new();
+            }
+        }
+        Ok(())
     }
 }
 
@@ -411,13 +434,15 @@ impl Machine for UnbufferedServerConnection {
     }
 }
 
-/// One step of the machine: how many bytes of `records` are done with, and what came of it.
+/// One step of the machine, which must see all that came: how many bytes of `records` are done with, and what came of
+/// it. `plain`: what to encrypt where there is nothing else to do, and the staged bytes that it may mean.
 fn advance(
     machine: &mut impl Machine,
     records: &mut [u8],
     outbox: &mut Option<Buffer>,
     rest: &mut Vec<u8>,
     into: &mut impl Sink,
+    plain: Option<(&Piece<'_>, &[u8])>,
 ) -> (usize, Result<Step, rustls::Error>) {
     let UnbufferedStatus { mut discard, state } = machine.process(records);
     let state = match state {
@@ -455,39 +480,26 @@ fn advance(
             Ok(Step::Progress)
         }
         ConnectionState::BlockedHandshake => Ok(Step::Handshaking),
-        ConnectionState::WriteTraffic(_) => Ok(Step::Open),
-        ConnectionState::PeerClosed | ConnectionState::Closed => Ok(Step::PeerClosed),
-        _ => Err(rustls::Error::General("a state of TLS that is not used here".into())),
-    };
-    (discard, step)
-}
-
-/// Encrypts one record into the outbox.
-fn seal(machine: &mut impl Machine, piece: &Piece<'_>, staged: &[u8], outbox: &mut Buffer) -> io::Result<()> {
-    loop {
-        let UnbufferedStatus { state, .. } = machine.process(&mut []);
-        match state.map_err(io::Error::other)? {
-            ConnectionState::WriteTraffic(mut traffic) => {
+        ConnectionState::WriteTraffic(mut traffic) => match plain {
+            None => Ok(Step::Open),
+            Some((piece, staged)) => {
+                let outbox = outbox.get_or_insert_with(Buffer::lend);
                 let room = outbox.room(RECORD_ROOM);
                 let written = match piece {
                     Piece::Staged => traffic.encrypt(staged, room),
                     Piece::Bytes(bytes) => traffic.encrypt(bytes, room),
                     Piece::CloseNotify => traffic.queue_close_notify(room),
                 };
-                outbox.add(written.map_err(io::Error::other)?);
-                return Ok(());
+                written.map_err(|e| rustls::Error::General(e.to_string())).map(|n| {
+                    outbox.add(n);
+                    Step::Sealed
+                })
             }
-            // For example a key update.
-            ConnectionState::EncodeTlsData(mut data) => {
-                let n = data.encode(outbox.room(RECORD_ROOM)).map_err(io::Error::other)?;
-                outbox.add(n);
-            }
-            ConnectionState::TransmitTlsData(data) => data.done(),
-            // Told to the reader by the bytes that it reads next; writing goes on.
-            ConnectionState::PeerClosed => {}
-            _ => return Err(io::ErrorKind::BrokenPipe.into()),
-        }
-    }
+        },
+        ConnectionState::PeerClosed | ConnectionState::Closed => Ok(Step::PeerClosed),
+        _ => Err(rustls::Error::General("a state of TLS that is not used here".into())),
+    };
+    (discard, step)
 }
 
 /// How long a refused peer may take to read the alert.

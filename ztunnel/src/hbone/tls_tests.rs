@@ -85,3 +85,74 @@ async fn whatever_a_stranger_sends_ends_in_an_error() {
         assert!(TlsSocket::accept(socket, server.server_config()).await.is_err(), "{bytes:?}");
     }
 }
+
+/// A server that sends its session tickets in small pieces, and holds the last piece back until it has heard from the
+/// client. Answers, in the end, with what it heard.
+fn speak_in_pieces(listener: std::net::TcpListener, config: rustls::ServerConfig) {
+    let (mut socket, _) = listener.accept().unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let mut tls = rustls::ServerConnection::new(Arc::new(config)).unwrap();
+    let mut out = Vec::new();
+    while tls.is_handshaking() {
+        while tls.wants_write() {
+            tls.write_tls(&mut out).unwrap();
+        }
+        socket.write_all(&out).unwrap();
+        out.clear();
+        tls.read_tls(&mut socket).unwrap();
+        tls.process_new_packets().unwrap();
+    }
+    while tls.wants_write() {
+        tls.write_tls(&mut out).unwrap();
+    }
+    let mut last = 0;
+    while let Some(record) = out.get(last..).filter(|rest| rest.len() > 5) {
+        let length = 5 + usize::from(u16::from_be_bytes([record[3], record[4]]));
+        if record.len() == length {
+            break;
+        }
+        last += length;
+    }
+    assert!(last > 0, "there are several records");
+    socket.write_all(&out[..last]).unwrap();
+    let mut heard = [0; 4];
+    loop {
+        tls.read_tls(&mut socket).unwrap();
+        tls.process_new_packets().unwrap();
+        if tls.reader().read(&mut heard).is_ok() {
+            break;
+        }
+    }
+    tls.writer().write_all(&heard).unwrap();
+    let mut answer = out[last..].to_vec();
+    while tls.wants_write() {
+        tls.write_tls(&mut answer).unwrap();
+    }
+    socket.write_all(&answer).unwrap();
+}
+
+#[tokio::test]
+async fn bytes_are_sent_also_while_half_of_a_handshake_message_has_come() {
+    let ca = TestCa::new("root");
+    let mut server = (*ca.certificate(&identity("cart")).server_config()).clone();
+    server.send_tls13_tickets = 2;
+    server.max_fragment_size = Some(40);
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap();
+    let server = std::thread::spawn(move || speak_in_pieces(listener, server));
+    let config = ca.certificate(&identity("web")).client_config(&[identity("cart")]);
+    let mut tls = TlsSocket::connect(TcpStream::connect(to).await.unwrap(), config).await.unwrap();
+    let mut buffer = [0; 16];
+    let mut read = ReadBuf::new(&mut buffer);
+    while tls.inbox.filled_mut().is_empty() {
+        tls.socket.readable().await.unwrap();
+        let polled = std::future::poll_fn(|cx| Poll::Ready(tls.poll_read(cx, &mut read))).await;
+        assert!(polled.is_pending(), "{polled:?}");
+    }
+    let ping = [io::IoSlice::new(b"ping")];
+    assert_eq!(std::future::poll_fn(|cx| tls.poll_write(cx, &ping)).await.unwrap(), 4);
+    std::future::poll_fn(|cx| tls.poll_send(cx)).await.unwrap();
+    std::future::poll_fn(|cx| tls.poll_read(cx, &mut read)).await.unwrap();
+    assert_eq!(read.filled(), b"ping");
+    server.join().unwrap();
+}

@@ -36,12 +36,13 @@ impl PodManager for Pods {
 
     fn add(&self, added: AddedPod) -> Result<(), String> {
         let netns = Netns::from_fd(added.netns).map_err(|e| format!("the pod's network namespace: {e}"))?;
-        if let Some(known) = self.shared.pods().get(&added.uid) {
-            if known.netns == netns && *known.phase.borrow() == Phase::Serving {
+        let known = self.shared.pods().get(&added.uid).cloned();
+        if let Some(known) = known {
+            if known.netns == netns {
+                known.resume();
                 return Ok(());
             }
-            known.advance(Phase::Gone);
-            self.shared.pods_stopped.fetch_add(1, Ordering::Relaxed);
+            self.remove(&added.uid, Removal::Gone);
         }
         let by_ebpf = added.listeners.is_some();
         let listeners = match added.listeners {
@@ -114,5 +115,142 @@ fn cut(shared: &Shared, pod: &Pod) {
     pod.advance(Phase::Gone);
     for connection in shared.telemetry.connections_of(&pod.uid) {
         connection.close(CloseReason::PodRemoved);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::task::Poll;
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::capture::netns::tests::fresh;
+    use crate::discovery::{Discovery, DiscoverySettings};
+    use crate::identity::{CaClient, CaClientSettings, ControlPlane, RootSource, Store, StoreSettings};
+    use crate::lifecycle::{Shutdown, Watchdog};
+    use crate::mesh::Mesh;
+    use crate::proxy::config::ProxyArgs;
+    use crate::telemetry::flow::{Direction, Flow, Protocol};
+    use crate::telemetry::metrics::Metrics;
+    use crate::telemetry::{Connection, Telemetry};
+
+    const UID: &str = "0b0a7a3a-9a5a-4c3f-8a53-1f4be5d8a111";
+
+    /// With one worker and a control plane that is never reached.
+    fn pods(arguments: &[&str]) -> Pods {
+        let all = ["ztunnel proxy", "--node-name", "n1", "--threads", "1"];
+        let config = ProxyArgs::parse_from(all.iter().chain(arguments)).check([]).unwrap();
+        let control_plane = ControlPlane {
+            setting: "XDS_ADDRESS",
+            roots_setting: "XDS_ROOT_CA",
+            address: "http://127.0.0.1:1".parse().unwrap(),
+            roots: RootSource::System,
+            alternate_name: None,
+            token: None,
+            cluster_id: String::new(),
+            headers: Vec::new(),
+        };
+        let mesh = Mesh::new("n1", "Kubernetes");
+        let discovery = Discovery::start(control_plane.clone(), DiscoverySettings::default(), mesh.clone());
+        let authority = CaClient::new(control_plane, CaClientSettings::default(), Arc::default());
+        let store = Store::start(Arc::new(authority), StoreSettings::default());
+        let (series, idle) = (config.telemetry.series_max as usize, config.telemetry.series_idle);
+        let telemetry = Telemetry::new(&Metrics::new(), series, idle);
+        let shared = Shared::new(config, mesh, discovery, store, telemetry, Shutdown::new());
+        super::super::worker::start(&shared, &Watchdog::new(std::time::Duration::from_secs(60))).unwrap();
+        Pods { shared, runtime: tokio::runtime::Handle::current() }
+    }
+
+    impl Pods {
+        fn give(&self, netns: &Netns, listeners: &PodListeners) -> Result<(), String> {
+            self.add(AddedPod {
+                uid: UID.into(),
+                name: "a".into(),
+                namespace: "shop".into(),
+                service_account: "a".into(),
+                netns: netns.try_clone().unwrap().into(),
+                listeners: Some(listeners.try_clone().unwrap()),
+            })
+        }
+
+        fn served(&self) -> Arc<Pod> {
+            self.shared.pods()[UID].clone()
+        }
+
+        fn stopped(&self) -> u64 {
+            self.shared.pods_stopped.load(Ordering::Relaxed)
+        }
+
+        /// A connection of the pod as it is served now.
+        fn connection(&self) -> Connection {
+            let any = "192.0.2.1:1".parse().unwrap();
+            self.shared.telemetry.open(Flow::new(
+                Direction::Outbound,
+                Protocol::Tcp,
+                self.served().uid.clone(),
+                any,
+                any,
+            ))
+        }
+    }
+
+    fn made() -> (Netns, PodListeners) {
+        let netns = fresh();
+        let listeners = PodListeners::open(&netns, &ListenerPorts::default()).unwrap();
+        (netns, listeners)
+    }
+
+    async fn is_ordered_to_end(connection: &Connection) -> bool {
+        poll_fn(|cx| Poll::Ready(connection.poll_close_ordered(cx).is_ready())).await
+    }
+
+    #[tokio::test]
+    async fn a_pod_that_has_come_back_does_not_pay_for_the_deadline_of_its_earlier_life() {
+        let pods = pods(&["--drain-deadline", "100ms"]);
+        let (netns, listeners) = made();
+        pods.give(&netns, &listeners).unwrap();
+        let old = pods.connection();
+        pods.remove(UID, Removal::Drain);
+        pods.give(&netns, &listeners).unwrap();
+        let new = pods.connection();
+        assert_eq!(old.close_ordered().await, CloseReason::PodRemoved);
+        assert!(!is_ordered_to_end(&new).await);
+        assert_eq!(pods.stopped(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_pod_that_is_given_again_while_it_drains_serves_on_and_nothing_of_it_is_cut() {
+        let pods = pods(&[]);
+        let (netns, listeners) = made();
+        pods.give(&netns, &listeners).unwrap();
+        let (served, connection) = (pods.served(), pods.connection());
+        pods.drain(UID);
+        assert_eq!(*served.phase.borrow(), Phase::Draining);
+        pods.give(&netns, &listeners).unwrap();
+        assert!(Arc::ptr_eq(&served, &pods.served()));
+        assert_eq!(*served.phase.borrow(), Phase::Serving);
+        assert!(!is_ordered_to_end(&connection).await);
+        assert_eq!(pods.stopped(), 0);
+    }
+
+    #[tokio::test]
+    async fn what_was_in_the_namespace_that_a_pod_had_before_ends_also_if_the_new_one_cannot_be_served() {
+        let pods = pods(&[]);
+        let (old, old_listeners) = made();
+        pods.give(&old, &old_listeners).unwrap();
+        let (before, connection) = (pods.served(), pods.connection());
+        let (new, listeners) = made();
+        for _ in 0..2 {
+            let error = pods.give(&new, &old_listeners).unwrap_err();
+            assert!(error.contains("another network namespace"), "{error}");
+            assert_eq!(pods.stopped(), 1);
+        }
+        assert!(is_ordered_to_end(&connection).await);
+        assert_eq!(*before.phase.borrow(), Phase::Gone);
+        assert!(pods.pods().is_empty());
+        pods.give(&new, &listeners).unwrap();
+        assert_eq!(pods.pods(), [UID]);
     }
 }

@@ -169,7 +169,7 @@ impl Pod {
         OpenConnection(self.clone())
     }
 
-    /// Moves on; never back.
+    /// Moves on; never back, but for [`Self::resume`].
     pub fn advance(&self, to: Phase) {
         self.phase.send_if_modified(|phase| {
             let forward = to > *phase;
@@ -177,6 +177,17 @@ impl Pod {
                 *phase = to;
             }
             forward
+        });
+    }
+
+    /// It is wanted again before it has left.
+    pub fn resume(&self) {
+        self.phase.send_if_modified(|phase| {
+            let drains = *phase == Phase::Draining;
+            if drains {
+                *phase = Phase::Serving;
+            }
+            drains
         });
     }
 

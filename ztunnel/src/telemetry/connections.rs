@@ -128,10 +128,11 @@ impl Telemetry {
         self.live.all().map(LiveConnection)
     }
 
-    /// Those of one pod.
-    pub fn connections_of(&self, pod: &str) -> impl Iterator<Item = LiveConnection> + '_ {
-        let pod = pod.to_owned();
-        self.connections().filter(move |connection| *connection.flow().pod == *pod)
+    /// Those of one pod, which is known by the very uid that stands in their flows: one that left and came back has
+    /// another of the same text.
+    pub fn connections_of(&self, pod: &Arc<str>) -> impl Iterator<Item = LiveConnection> + '_ {
+        let pod = pod.clone();
+        self.connections().filter(move |connection| Arc::ptr_eq(&connection.flow().pod, &pod))
     }
 
     fn register(self: &Arc<Self>, metrics: &Metrics) {

@@ -224,19 +224,20 @@ fn a_dropped_connection_is_counted_as_abandoned() {
 async fn a_live_connection_can_be_ordered_to_end_with_a_reason() {
     let (_metrics, telemetry) = new();
     let connection = telemetry.open(hbone(Direction::Inbound));
-    let other = telemetry.open(Flow { pod: "uid-2".into(), ..hbone(Direction::Inbound) });
+    let pod = connection.flow().pod.clone();
+    let other = telemetry.open(Flow { pod: (&*pod).into(), ..hbone(Direction::Inbound) });
     let waiting = tokio::spawn(async move {
         let reason = connection.close_ordered().await;
         connection.finish(&Outcome::closed(reason));
         reason
     });
     tokio::task::yield_now().await;
-    for live in telemetry.connections_of("uid-1") {
+    for live in telemetry.connections_of(&pod) {
         live.close(CloseReason::PolicyChange);
         live.close(CloseReason::PodRemoved);
     }
     assert_eq!(waiting.await.unwrap(), CloseReason::PolicyChange);
-    assert_eq!(telemetry.connections_of("uid-1").count(), 0);
+    assert_eq!(telemetry.connections_of(&pod).count(), 0);
     assert_eq!(telemetry.connections().count(), 1);
     drop(other);
 }

@@ -1,9 +1,10 @@
 //! A small HTTP/1 server for the pages of operators: metrics, health, status. Proxy, agent and control use the same.
 //!
-//! Must never keep more than a bounded number of connections, nor wait for a slow client without limit, nor read a
-//! request's body: no page needs one.
+//! Must never keep more than a bounded number of connections, nor turn one away because others are idle (a probe that
+//! is not answered restarts the process), nor wait for a slow client without limit, nor read a request's body: no page
+//! needs one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,8 +16,7 @@ use hyper::{Method, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 
 mod body;
 
@@ -215,27 +215,26 @@ impl Server {
 
     /// Answers until `stop` is done; then open connections are cut.
     pub async fn serve(self, router: Router, stop: impl Future<Output = ()>) {
-        let (router, slots) = (Arc::new(router), Arc::new(Semaphore::new(MAX_CONNECTIONS)));
+        let router = Arc::new(router);
         let mut connections = JoinSet::new();
+        // The oldest first: at the bound it makes room.
+        let mut open: VecDeque<AbortHandle> = VecDeque::new();
         let mut stop = std::pin::pin!(stop);
         loop {
-            let accept = async {
-                // The semaphore is never closed.
-                let slot = slots.clone().acquire_owned().await.ok();
-                (slot, self.listener.accept().await)
-            };
-            let (slot, accepted) = tokio::select! {
+            let accepted = tokio::select! {
                 () = &mut stop => return,
-                accepted = accept => accepted,
+                accepted = self.listener.accept() => accepted,
                 Some(_) = connections.join_next() => continue,
             };
             match accepted {
                 Ok((stream, peer)) => {
-                    let router = router.clone();
-                    connections.spawn(async move {
-                        serve_connection(stream, peer, router).await;
-                        drop(slot);
-                    });
+                    open.retain(|connection| !connection.is_finished());
+                    if open.len() >= MAX_CONNECTIONS
+                        && let Some(oldest) = open.pop_front()
+                    {
+                        oldest.abort();
+                    }
+                    open.push_back(connections.spawn(serve_connection(stream, peer, router.clone())));
                 }
                 Err(error) => {
                     tracing::warn!(server = self.name, address = %self.address, %error, "cannot accept a connection");
@@ -303,7 +302,7 @@ fn decode(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// More clients wait in the listen queue.
+/// A further one takes the place of the oldest.
 const MAX_CONNECTIONS: usize = 64;
 /// From the start of a wait for a request, idle time included, to the end of its header.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);

@@ -86,6 +86,24 @@ async fn headers_beyond_the_bound_are_refused() {
     assert!(server.ask(&request).await.starts_with("HTTP/1.1 431"));
 }
 
+/// Anybody can open connections to the port that kubelet probes.
+#[tokio::test]
+async fn idle_connections_do_not_keep_others_out_and_are_bounded() {
+    let server = Running::start(Router::new().alive());
+    let mut idle = Vec::new();
+    for _ in 0..MAX_CONNECTIONS + 10 {
+        idle.push(TcpStream::connect(server.address).await.unwrap());
+    }
+    let answer = tokio::time::timeout(Duration::from_secs(10), server.get("/healthz")).await.expect("an answer");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    // The oldest made room, the newest may still ask.
+    let mut byte = [0];
+    assert!(matches!(idle[0].read(&mut byte).await, Ok(0) | Err(_)));
+    let newest = idle.last_mut().unwrap();
+    newest.write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+    assert_eq!(newest.read(&mut byte).await.unwrap(), 1);
+}
+
 #[tokio::test]
 async fn a_taken_port_is_named() {
     let first = Server::bind("metrics", "127.0.0.1:0".parse().unwrap()).unwrap();

@@ -82,7 +82,8 @@ impl Queue {
 }
 
 const SHORTEST_TICK: Duration = Duration::from_millis(20);
-const LONGEST_TICK: Duration = Duration::from_secs(1);
+/// A connection waits for so much longer than it should at the most.
+const LONGEST_TICK: Duration = Duration::from_millis(250);
 const MOST_PER_TICK: u32 = 1024;
 
 #[cfg(test)]

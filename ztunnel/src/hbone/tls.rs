@@ -181,6 +181,14 @@ impl TlsSocket {
         }
     }
 
+    fn broken(&mut self, error: rustls::Error) -> io::Error {
+        if let rustls::Error::AlertReceived(alert) = error {
+            self.alert = Some(alert);
+        }
+        self.fail();
+        io::Error::new(io::ErrorKind::InvalidData, error)
+    }
+
     /// Tells the peer why the handshake failed, where the socket takes it at once.
     async fn send_alert(&mut self) {
         let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
@@ -237,11 +245,7 @@ impl TlsSocket {
                     }
                 }
                 Err(error) => {
-                    if let rustls::Error::AlertReceived(alert) = error {
-                        self.alert = Some(alert);
-                    }
-                    self.fail();
-                    return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
+                    return Poll::Ready(Err(self.broken(error)));
                 }
             }
         }
@@ -368,10 +372,7 @@ impl TlsSocket {
                 // Told to the reader once it has read the rest; writing goes on.
                 Ok(Step::PeerClosed) if !self.peer_closed => self.peer_closed = true,
                 Ok(Step::PeerClosed | Step::Open | Step::Handshaking) => return Err(io::ErrorKind::BrokenPipe.into()),
-                Err(error) => {
-                    self.fail();
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, error));
-                }
+                Err(error) => return Err(self.broken(error)),
             }
         }
         if matches!(piece, Piece::Staged) {

@@ -335,6 +335,19 @@ pub struct LimitArgs {
         value_parser = number
     )]
     pub pool_max_streams: u32,
+    /// Connections that one pod may have open, and tunnels to it: more are reset. Default: a quarter of the descriptors
+    /// that the process may have.
+    #[arg(long, env = "POD_MAX_CONNECTIONS", value_name = "POD_MAX_CONNECTIONS", value_parser = number)]
+    pub pod_max_connections: Option<u32>,
+    /// Handshakes of tunnels to one pod at a time: more are reset. One client may have a sixteenth of them.
+    #[arg(
+        long,
+        env = "POD_MAX_HANDSHAKES",
+        value_name = "POD_MAX_HANDSHAKES",
+        default_value = "4096",
+        value_parser = number
+    )]
+    pub pod_max_handshakes: u32,
 }
 
 /// Bounds; see [`LimitArgs`] for what each is. Sizes are bytes.
@@ -346,6 +359,8 @@ pub struct Limits {
     pub frame_size: u32,
     pub max_streams: u32,
     pub pool_max_streams: u32,
+    pub pod_max_connections: u32,
+    pub pod_max_handshakes: u32,
 }
 
 /// Logs and metrics.

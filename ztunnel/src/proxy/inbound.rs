@@ -16,7 +16,7 @@ use super::finish::carry;
 use super::guard::handshake_failure;
 use super::judge::judge;
 use super::relay::{Resetting, Side, TunnelRelay};
-use super::state::{OpenConnection, Phase, Pod};
+use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TunnelError};
 use crate::identity::Identity;
@@ -41,6 +41,16 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
     let Ok(local) = socket.local_addr() else { return };
     let local = SocketAddr::new(local.ip().to_canonical(), local.port());
     let flow = || Flow::new(Direction::Inbound, Protocol::Hbone, pod.uid.clone(), client, local);
+    let limits = worker.shared.config.limits;
+    let taken = pod.tunnel(&limits).and_then(|open| Ok((open, pod.handshake(client.ip(), &limits)?)));
+    let (_open, handshake) = match taken {
+        Ok(taken) => taken,
+        Err(failure) => {
+            drop(Resetting::new(socket));
+            worker.shared.telemetry.failed(&flow(), &failure);
+            return;
+        }
+    };
     let accepted = Box::pin(async {
         tokio::select! {
             biased;
@@ -57,6 +67,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
             return;
         }
     };
+    drop(handshake);
     let tunnel = Rc::new(Tunnel { worker, pod: pod.clone(), own, client, local: local.ip(), identity });
     let (draining, gone) = (pod.reached(Phase::Draining), pod.reached(Phase::Gone));
     let stopping = tunnel.worker.shared.shutdown.clone();
@@ -81,8 +92,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
         };
         match next {
             Some(Ok(incoming)) => {
-                let open = pod.count();
-                tokio::task::spawn_local(connection(tunnel.clone(), incoming, open));
+                tokio::task::spawn_local(connection(tunnel.clone(), incoming));
             }
             Some(Err(ended)) => {
                 // Streams that were hurt have a line of their own.
@@ -113,7 +123,7 @@ async fn accept(worker: &Worker, pod: &Pod, socket: TcpStream) -> Result<(Accept
     Ok((accepted, own, identity))
 }
 
-async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming, open: OpenConnection) {
+async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming) {
     let work = tunnel.worker.shared.shutdown.work();
     let mut flow = Flow::new(
         Direction::Inbound,
@@ -122,8 +132,16 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming, open: OpenConnection
         tunnel.client,
         SocketAddr::new(tunnel.local, 0),
     );
-    let opened = Box::pin(establish(&tunnel, incoming, &mut flow));
     let telemetry = &tunnel.worker.shared.telemetry;
+    let open = match tunnel.pod.connection(&tunnel.worker.shared.config.limits) {
+        Ok(open) => open,
+        Err(failure) => {
+            incoming.refuse(StatusCode::SERVICE_UNAVAILABLE, &failure.text);
+            telemetry.failed(&flow, &failure);
+            return;
+        }
+    };
+    let opened = Box::pin(establish(&tunnel, incoming, &mut flow));
     match opened.await {
         Ok((app, established)) => {
             let connection = telemetry.open(flow);

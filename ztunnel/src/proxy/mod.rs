@@ -13,6 +13,7 @@ mod pods;
 pub mod relay;
 mod route;
 mod run;
+mod share;
 mod state;
 mod worker;
 

@@ -28,7 +28,6 @@ use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, Protocol
 
 /// Serves a connection to its end.
 pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: SocketAddr, counted: Counted) {
-    let open = pod.count();
     let work = worker.shared.shutdown.work();
     let app = Resetting::new(app);
     let dialled = match dialled(&worker, &pod, &app, client) {
@@ -41,6 +40,13 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
     };
     let mut flow = Flow::new(Direction::Outbound, Protocol::Tcp, pod.uid.clone(), client, dialled);
     flow.original_dst = Some(dialled);
+    let open = match pod.connection(&worker.shared.config.limits) {
+        Ok(open) => open,
+        Err(failure) => {
+            worker.shared.telemetry.failed(&flow, &failure);
+            return;
+        }
+    };
     // Large futures stand on the heap while they are needed: a relay that idles is small.
     let established = Box::pin(async {
         tokio::select! {

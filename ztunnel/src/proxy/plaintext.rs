@@ -22,13 +22,19 @@ use crate::telemetry::flow::{Direction, Failure, Flow, Peer, Protocol, ResponseF
 
 /// Serves a connection to its end.
 pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr, counted: Counted) {
-    let open = pod.count();
     let work = worker.shared.shutdown.work();
     let Ok(local) = socket.local_addr() else { return };
     let redirected = if pod.by_ebpf { None } else { redirected_from(SockRef::from(&socket)) };
     let local = redirected.unwrap_or(SocketAddr::new(local.ip().to_canonical(), local.port()));
     let client_socket = Resetting::new(socket);
     let mut flow = Flow::new(Direction::Inbound, Protocol::Tcp, pod.uid.clone(), client, local);
+    let open = match pod.connection(&worker.shared.config.limits) {
+        Ok(open) => open,
+        Err(failure) => {
+            worker.shared.telemetry.failed(&flow, &failure);
+            return;
+        }
+    };
     let reached = Box::pin(async {
         tokio::select! {
             biased;

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use tokio::sync::watch;
 
+use super::share::Share;
 use super::state::{Maps, Phase, Pod, Shared};
 use crate::capture::listeners::{ListenerPorts, PodListeners};
 use crate::capture::maps::{OrigDstMap, PassMap};
@@ -59,7 +60,7 @@ impl PodManager for Pods {
             listeners,
             by_ebpf,
             phase: watch::Sender::new(Phase::Serving),
-            open: 0.into(),
+            share: Share::default(),
         });
         super::worker::serve(&self.shared, &pod)?;
         tracing::info!(pod = pod.name, namespace = pod.namespace, uid = &*pod.uid, "serving a pod");
@@ -100,10 +101,7 @@ impl PodManager for Pods {
         pod.advance(Phase::Draining);
         let mesh = self.shared.mesh.load();
         let record = mesh.local_workload(&pod.namespace, &pod.name, &pod.service_account);
-        DrainState {
-            open: pod.open.load(Ordering::Relaxed),
-            followed: record.is_none_or(|w| w.protocol == TunnelProtocol::None),
-        }
+        DrainState { open: pod.open(), followed: record.is_none_or(|w| w.protocol == TunnelProtocol::None) }
     }
 
     fn pods(&self) -> Vec<String> {

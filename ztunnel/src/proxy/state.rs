@@ -1,7 +1,7 @@
 //! What all threads of the proxy share, and what it knows of each pod.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use arc_swap::ArcSwapOption;
@@ -9,6 +9,7 @@ use tokio::sync::watch;
 
 use super::config::ProxyConfig;
 use super::guard::TrustCounters;
+use super::share::Share;
 use super::worker::WorkerHandle;
 use crate::capture::listeners::PodListeners;
 use crate::capture::maps::{OrigDstMap, PassMap};
@@ -61,8 +62,7 @@ pub struct Pod {
     /// The agent captures with eBPF and has handed over the listeners; otherwise iptables redirect.
     pub by_ebpf: bool,
     pub phase: watch::Sender<Phase>,
-    /// Connections that are being set up or relayed.
-    pub open: AtomicU32,
+    pub share: Share,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,9 +75,6 @@ pub enum Phase {
     /// Everything is cut.
     Gone,
 }
-
-/// Counts a connection of a pod.
-pub struct OpenConnection(Arc<Pod>);
 
 impl Shared {
     #[allow(clippy::too_many_arguments)]
@@ -164,11 +161,6 @@ impl Shared {
 }
 
 impl Pod {
-    pub fn count(self: &Arc<Self>) -> OpenConnection {
-        self.open.fetch_add(1, Ordering::Relaxed);
-        OpenConnection(self.clone())
-    }
-
     /// Moves on; never back, but for [`Self::resume`].
     pub fn advance(&self, to: Phase) {
         self.phase.send_if_modified(|phase| {
@@ -196,11 +188,5 @@ impl Pod {
         let mut phases = self.phase.subscribe();
         // The sender lives as long as the pod.
         let _ = phases.wait_for(|p| *p >= phase).await;
-    }
-}
-
-impl Drop for OpenConnection {
-    fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::Relaxed);
     }
 }

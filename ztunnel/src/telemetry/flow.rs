@@ -101,8 +101,8 @@ pub enum ResponseFlag {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     pub flag: ResponseFlag,
-    /// The step that failed, one of few words for a metric's label: `source`, `destination`, `policy`, `identity`,
-    /// `dial`, `handshake`, `connect`, `relay`.
+    /// The step that failed, one of few words for a metric's label: `limit`, `source`, `destination`, `policy`,
+    /// `identity`, `dial`, `handshake`, `connect`, `relay`.
     pub step: &'static str,
     /// For the log: names the thing, the peer and the reason.
     pub text: Cow<'static, str>,

@@ -1,0 +1,111 @@
+//! Clients and peers that mean no good: what they do costs them their own connections, and nobody else's.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::Duration;
+
+use testbed::{
+    Behaviour, End, Leaf, MeshOptions, Pod, RawTunnel, Shop, StreamExt, frame, frame_bytes, wait_for, wait_for_within,
+};
+
+const PEER: &str = "spiffe://cluster.local/ns/legacy/sa/default";
+const ACK: u8 = 1;
+const MB: u64 = 1 << 20;
+
+/// The shop, a pod outside the mesh to dial from, and a good certificate for it.
+fn set_up(options: MeshOptions) -> (Shop, Pod, Leaf) {
+    let shop = Shop::in_mesh_with(options);
+    let plain = shop.tb.pod("legacy/plain").start();
+    let leaf = shop.mesh().authority().issue(PEER);
+    (shop, plain, leaf)
+}
+
+/// Whether the other side has reset the connection.
+fn is_reset(stream: &TcpStream) -> bool {
+    let mut stream = stream.try_clone().expect("duplicate a descriptor");
+    stream.set_read_timeout(Some(Duration::from_millis(1))).expect("set a timeout");
+    std::io::Read::read(&mut stream, &mut [0]).is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset)
+}
+
+#[test]
+fn handshakes_that_never_end_take_little_memory() {
+    let options =
+        MeshOptions::default().proxy_env("HANDSHAKE_TIMEOUT", "60s").proxy_env("POD_MAX_HANDSHAKES", "100000");
+    let (shop, plain, _) = set_up(options);
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let proxy = &shop.mesh().node(1).proxy;
+    let before = proxy.pss();
+    // The most of a record that is not whole yet.
+    let mut record = vec![22, 3, 1, 0x3f, 0xff, 1, 0, 0x3f, 0xfb, 3, 3];
+    record.resize(16_000, 0);
+    let held: Vec<_> = (0..1000)
+        .map(|_| {
+            let mut stream = plain.connect(shop.far.at(15008)).expect("connect");
+            stream.write_all(&record).expect("send");
+            stream
+        })
+        .collect();
+    shop.client.connect(shop.far.at(8080)).expect("connect").ask(b"served meanwhile");
+    let taken = proxy.pss().saturating_sub(before);
+    assert!(taken < 100 * MB, "{} handshakes take {} MB", held.len(), taken / MB);
+}
+
+#[test]
+fn a_client_with_too_many_handshakes_under_way_is_refused_and_others_are_not() {
+    let options = MeshOptions::default().proxy_env("HANDSHAKE_TIMEOUT", "60s").proxy_env("POD_MAX_HANDSHAKES", "64");
+    let (shop, plain, _) = set_up(options);
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let node = shop.mesh().node(1);
+    let mut held: Vec<_> = (0..10).map(|_| plain.connect(shop.far.at(15008)).expect("connect")).collect();
+    wait_for("all but a sixteenth to be reset", || {
+        (held.iter().filter(|stream| is_reset(stream)).count() == 6).then_some(())
+    });
+    node.wait_proxy_count(6.0, "understory_connections_failed_total", &[("step", "limit")]);
+    shop.client.connect(shop.far.at(8080)).expect("connect").ask(b"another client");
+    held.clear();
+    // There is room again.
+    let open = || RawTunnel::open(&plain, shop.far.at(15008), &shop.mesh().authority().issue(PEER), &[]);
+    wait_for("a tunnel of the same client", || open().ok()?.read().ok());
+}
+
+#[test]
+fn a_pod_with_too_many_connections_is_refused_more_and_others_are_not() {
+    let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("POD_MAX_CONNECTIONS", "20"));
+    let _servers = [shop.far.serve(8080, Behaviour::Echo), shop.near.serve(8080, Behaviour::Echo)];
+    let node = shop.mesh().node(0);
+    let outside = shop.tb.outside("db");
+    let _database = outside.serve(5432, Behaviour::Echo);
+    let to = (outside.ip4(), 5432).into();
+    let mut held: Vec<_> = (0..20).map(|_| shop.client.connect(to).expect("connect")).collect();
+    held.iter_mut().for_each(|stream| stream.ask(b"one of those that it may have"));
+    for to in [to, shop.far.at(8080)] {
+        assert_eq!(shop.client.connect(to).expect("the proxy accepts").hear_end().1, End::Reset);
+    }
+    node.wait_proxy_count(2.0, "understory_connections_failed_total", &[("step", "limit")]);
+    shop.near.connect(shop.far.at(8080)).expect("connect").ask(b"another pod of the node");
+    drop(held);
+    wait_for("the pod to be served again", || {
+        let mut stream = shop.client.connect(to).ok()?;
+        stream.write_all(b"hello").ok()?;
+        std::io::Read::read_exact(&mut stream, &mut [0; 5]).ok()
+    });
+}
+
+/// Frames that mean nothing: answers to pings that were not sent, window for streams that are over.
+#[test]
+fn frames_without_sense_do_not_fill_the_log() {
+    let (shop, plain, leaf) = set_up(MeshOptions::default());
+    let proxy = &shop.mesh().node(1).proxy;
+    let mut tunnel = RawTunnel::open(&plain, shop.far.at(15008), &leaf, &[]).expect("a tunnel");
+    tunnel.connect(1, &shop.far.at(9999).to_string()).expect("send a CONNECT");
+    tunnel.read_until(frame::HEADERS).expect("an answer");
+    let before = proxy.log().len();
+    let senseless = [frame_bytes(frame::PING, ACK, 0, &[7; 8]), frame_bytes(frame::WINDOW_UPDATE, 0, 1, &[0, 0, 0, 1])];
+    for bytes in senseless {
+        tunnel.write(&bytes.repeat(10_000)).expect("send");
+    }
+    // Answered last: all before it has been read.
+    tunnel.frame(frame::PING, 0, 0, &[9; 8]).expect("send a ping");
+    while tunnel.read_until(frame::PING).expect("an answer").3 != [9; 8] {}
+    wait_for_within(Duration::from_secs(5), "few lines", || (proxy.log().len() - before < 4096).then_some(()));
+}

@@ -13,9 +13,10 @@ use ztunnel::identity::{Identity, ParseIdentityError, TrustDomain, rfc3339};
 use ztunnel::manifests::Objects;
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateService;
 use ztunnel::proto::citadel::{IstioCertificateRequest, IstioCertificateResponse};
+use ztunnel::telemetry::log::Hush;
 
 use crate::ca::{Ca, CaError, Issued};
-use crate::limits::{Hush, Rate, Rates, Wait};
+use crate::limits::{Rate, Rates, Wait};
 use crate::metrics::Metrics;
 use crate::model::{is_terminal, service_account};
 use crate::tls::Peer;
@@ -95,12 +96,16 @@ impl IstioCertificateService for Certificates {
         request: Request<IstioCertificateRequest>,
     ) -> Result<Response<IstioCertificateResponse>, Status> {
         let started = Instant::now();
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let from = request.extensions().get::<Peer>().cloned();
+        let peer = from.as_ref().map(Peer::address);
         let caller = self.tokens.caller(request.metadata()).map_err(|error| {
             // From outside the mesh's own: they must not fill the log.
             self.refused("unknown", peer, "unknown", &error.clone().into(), self.hush.speak());
             Status::from(error)
         })?;
+        if let Some(from) = from {
+            from.is_known();
+        }
         let request = request.into_inner();
         let wanted = impersonated(&request);
         let shown = match &wanted {

@@ -1,4 +1,4 @@
-//! Limits on what callers may cost: requests by caller, log lines by the second.
+//! Limits on what callers may cost: requests by caller.
 //!
 //! Must never grow with the number of callers that ever came.
 
@@ -25,10 +25,6 @@ pub struct Rate {
 /// The caller must wait for so long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wait(pub Duration);
-
-/// Lets so many lines through a second; the others count.
-#[derive(Debug, Default)]
-pub struct Hush(Mutex<Option<(Bucket, u64)>>);
 
 #[derive(Debug, Default)]
 struct Table {
@@ -67,22 +63,6 @@ impl Rates {
     }
 }
 
-impl Hush {
-    /// Whether to write a line; if so, how many were not written since the last one.
-    pub fn speak(&self) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
-        let (bucket, silent) = state.get_or_insert((Bucket { left: LINES.burst.into(), at: now }, 0));
-        match bucket.take(now, LINES) {
-            Ok(()) => Some(std::mem::take(silent)),
-            Err(_) => {
-                *silent += 1;
-                None
-            }
-        }
-    }
-}
-
 impl Bucket {
     fn filled(&self, now: Instant, rate: Rate) -> f64 {
         let since: Duration = now.saturating_duration_since(self.at);
@@ -102,7 +82,6 @@ impl Bucket {
 
 /// How often, at most, all callers are looked at.
 const SWEEP: Duration = Duration::from_secs(1);
-const LINES: Rate = Rate { burst: 10, per_second: 10 };
 
 #[cfg(test)]
 mod tests {
@@ -144,15 +123,5 @@ mod tests {
         rates.table.lock().unwrap().swept = None;
         assert!(rates.allow("one more").is_ok());
         assert_eq!(rates.table.lock().unwrap().buckets.len(), 1);
-    }
-
-    #[test]
-    fn lines_that_were_not_written_are_counted() {
-        let hush = Hush::default();
-        let spoken = (0..25).filter(|_| hush.speak().is_some()).count();
-        assert_eq!(spoken, 10);
-        hush.0.lock().unwrap().as_mut().unwrap().0.at -= Duration::from_secs(1);
-        assert_eq!(hush.speak(), Some(15));
-        assert_eq!(hush.speak(), Some(0));
     }
 }

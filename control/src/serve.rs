@@ -16,12 +16,13 @@ use ztunnel::manifests::{self, Folders, Objects, Watch, WatchError};
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateServiceServer;
 use ztunnel::proto::discovery::aggregated_discovery_service_server::AggregatedDiscoveryServiceServer;
 use ztunnel::telemetry::http::{BindError, Server as AdminServer};
+use ztunnel::telemetry::log::Hush;
 use ztunnel::telemetry::metrics::Metrics as Registry;
 
 use crate::admin;
 use crate::ca::{Ca, CaError, CaSettings, FolderWatch, write_whole};
 use crate::certificates::{Certificates, Rules};
-use crate::limits::{Hush, Rate, Rates};
+use crate::limits::{Rate, Rates};
 use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
 use crate::settings::ServeArgs;
@@ -149,7 +150,7 @@ impl Control {
             rates: Rates::new(Rate { burst: args.certificate_burst, per_second: args.certificate_rate }, MAX_PROXIES),
             strangers: Rates::new(STRANGERS, MAX_STRANGERS),
             signing: Arc::new(Semaphore::new(SIGNATURES_AT_ONCE)),
-            hush: Hush::default(),
+            hush: Hush::new(LINES),
         };
         let discovery = Discovery {
             snapshots,
@@ -157,7 +158,7 @@ impl Control {
             tokens,
             metrics: metrics.clone(),
             shutdown: shutdown.clone(),
-            hush: Hush::default(),
+            hush: Hush::new(LINES),
         };
         let parts = Parts {
             ca,
@@ -331,6 +332,8 @@ const STRANGERS: Rate = Rate { burst: 20, per_second: 1 };
 const MAX_STRANGERS: usize = 10_000;
 /// More would only wait for the processor.
 const SIGNATURES_AT_ONCE: usize = 4;
+/// Log lines a second about callers that are refused.
+const LINES: u32 = 10;
 /// As istiod does.
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(10);

@@ -1,10 +1,14 @@
 //! The port that nodes connect to: TLS with a certificate of our own authority, renewed by itself.
 //!
-//! Must never let handshakes, finished or not, pile up: they are bounded in number and in time.
+//! Must never let strangers pile up, in a handshake or behind it: until a valid token has come on a connection, it is
+//! bounded in time, and one address has few of them.
 
+use std::collections::HashMap;
+use std::future::Future;
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime};
@@ -16,10 +20,12 @@ use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{Sleep, sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 use ztunnel::identity::ALPN_H2;
+use ztunnel::telemetry::log::Hush;
 
 use crate::ca::{Ca, CaError};
 use crate::metrics::{Metrics, Open};
@@ -37,14 +43,68 @@ pub struct Serving {
 /// A TLS connection as tonic wants it.
 pub struct Secured {
     stream: TlsStream<TcpStream>,
-    peer: SocketAddr,
+    peer: Peer,
+    /// Until its peer is known.
+    stranger: Option<(Stranger, Pin<Box<Sleep>>)>,
     _slot: OwnedSemaphorePermit,
     _open: Open,
 }
 
-/// Where a request comes from, for the log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Peer(pub SocketAddr);
+/// Where a request comes from.
+#[derive(Debug, Clone)]
+pub struct Peer {
+    address: SocketAddr,
+    known: Arc<AtomicBool>,
+}
+
+/// Connections by address on which no valid token has come yet.
+#[derive(Debug, Default)]
+struct Strangers(Mutex<HashMap<IpAddr, usize>>);
+
+/// One of them.
+struct Stranger {
+    all: Arc<Strangers>,
+    address: IpAddr,
+}
+
+impl Peer {
+    pub fn new(address: SocketAddr) -> Self {
+        Self { address, known: Arc::default() }
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// It has shown a valid token: its connection may stay.
+    pub fn is_known(&self) {
+        self.known.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Strangers {
+    fn add(self: &Arc<Self>, address: IpAddr) -> Option<Stranger> {
+        let mut by_address = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = by_address.entry(address).or_default();
+        if *count >= STRANGERS_OF_ADDRESS {
+            return None;
+        }
+        *count += 1;
+        Some(Stranger { all: self.clone(), address })
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        let mut by_address = self.all.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = by_address.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                by_address.remove(&self.address);
+            }
+        }
+    }
+}
 
 impl Serving {
     pub fn new(ca: Arc<Ca>, names: Vec<String>) -> Result<Arc<Self>, CaError> {
@@ -116,6 +176,7 @@ pub async fn accept(
     let acceptor = TlsAcceptor::from(config);
     let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let strangers = Arc::new(Strangers::default());
     loop {
         // Neither semaphore is ever closed. Who finds them empty waits in the listen queue.
         let Ok(slot) = connections.clone().acquire_owned().await else { return };
@@ -128,12 +189,19 @@ pub async fn accept(
             Ok(accepted) => accepted,
             Err(error) => {
                 // Mostly: no descriptors left.
-                tracing::warn!(%error, "cannot accept a connection");
+                if let Some(untold) = ACCEPT_HUSH.speak() {
+                    tracing::warn!(%error, untold, "cannot accept a connection");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
         let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+        let Some(stranger) = strangers.add(peer.ip()) else {
+            metrics.handshake_failed("too_many");
+            tracing::debug!(%peer, most = STRANGERS_OF_ADDRESS, "too many connections of one address without a token");
+            continue;
+        };
         let (acceptor, metrics, ready) = (acceptor.clone(), metrics.clone(), ready.clone());
         tokio::spawn(async move {
             // Without the delay of small packets: a push is small and awaited.
@@ -143,7 +211,9 @@ pub async fn accept(
             match done {
                 Ok(Ok(stream)) => {
                     let _open = metrics.connection();
-                    let _ = ready.send(Ok(Secured { stream, peer, _slot: slot, _open })).await;
+                    let stranger = Some((stranger, Box::pin(sleep(TOKEN_LIMIT))));
+                    let peer = Peer::new(peer);
+                    let _ = ready.send(Ok(Secured { stream, peer, stranger, _slot: slot, _open })).await;
                 }
                 Ok(Err(error)) => {
                     metrics.handshake_failed("tls");
@@ -162,12 +232,20 @@ impl Connected for Secured {
     type ConnectInfo = Peer;
 
     fn connect_info(&self) -> Peer {
-        Peer(self.peer)
+        self.peer.clone()
     }
 }
 
 impl AsyncRead for Secured {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.peer.known.load(Ordering::Relaxed) {
+            self.stranger = None;
+        } else if let Some((_, limit)) = &mut self.stranger
+            && limit.as_mut().poll(cx).is_ready()
+        {
+            tracing::debug!(peer = %self.peer.address, limit = ?TOKEN_LIMIT, "no valid token came: disconnected");
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
         Pin::new(&mut self.stream).poll_read(cx, buf)
     }
 }
@@ -194,8 +272,13 @@ fn is_without_ipv6(error: &io::Error) -> bool {
 /// Of the serving certificate, at most; renewed at half of it.
 const SERVING_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 const BACKLOG: u32 = 1024;
-const MAX_HANDSHAKES: usize = 256;
+const MAX_HANDSHAKES: usize = 1024;
 /// A cluster's nodes and waypoints, some times over.
 const MAX_CONNECTIONS: usize = 20_000;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+/// From the end of the handshake to a valid token.
+const TOKEN_LIMIT: Duration = Duration::from_secs(15);
+/// A node's proxy has two connections. Many nodes may come from one address, but not all in one moment.
+const STRANGERS_OF_ADDRESS: usize = 64;
+static ACCEPT_HUSH: Hush = Hush::new(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

@@ -203,6 +203,29 @@ fn enrolment_breaks_no_open_connection_and_restarts_nothing() {
     assert_eq!(shop.pods().map(|pod| (pod.pause_pid(), pod.app_pid())), processes);
 }
 
+/// The label goes and comes back at once, at any moment of the way out: the pod is served as before.
+#[test]
+fn a_label_that_comes_back_while_its_pods_leave_is_followed() {
+    let shop = Shop::in_mesh();
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let namespace = shop.tb.namespace("shop");
+    let node = shop.mesh().node(0);
+    for round in 0..12 {
+        namespace.unenrol();
+        wait_for("the pod to be on its way out", || {
+            let reached = match round % 3 {
+                0 => shop.mesh().status(&shop.client).is_none(),
+                1 => node.pod_state(&shop.client).is_none_or(|pod| pod["state"] != "Up"),
+                _ => !node.agent_status().to_string().contains("enrolled"),
+            };
+            reached.then_some(())
+        });
+        namespace.enrol();
+        shop.mesh().wait_in_mesh(&shop.pods());
+        shop.client.connect(shop.far_service.at(80)).expect("connect").ask(b"in the mesh again");
+    }
+}
+
 #[test]
 fn connections_of_the_mesh_outlive_the_label_or_are_drained_not_cut_in_mid_word() {
     let shop = Shop::in_mesh();

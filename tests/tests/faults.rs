@@ -193,6 +193,56 @@ fn rules_that_somebody_flushes_are_put_back() {
     shop.mesh().node(0).wait_agent_count(1.0, "understory_agent_repairs_total", &[]);
 }
 
+/// Somebody clears bpffs, all of it or one pin: it is put back, and until then nothing passes by the mesh.
+#[test]
+fn pins_that_somebody_removes_are_put_back_and_no_connection_suffers() {
+    let shop = Shop::in_mesh_with(MeshOptions::default().agent_arg("--verify-interval=1s"));
+    let _servers = [shop.far.serve(8080, Behaviour::Echo), shop.near.serve(8080, Behaviour::Echo)];
+    let wire = shop.tb.wire();
+    let pins = shop.mesh().node(0).bpf_dir().join(format!("v{}", ebpf_layout(shop.mesh().node(0).bpf_dir())));
+    let all = || {
+        let list = |sub: &str| std::fs::read_dir(pins.join(sub)).map(|dir| dir.count()).unwrap_or_default();
+        (list("links"), list("maps"))
+    };
+    let works = |when: &str| {
+        for to in [shop.far.at(8080), shop.far.at6(8080)] {
+            shop.client.connect(to).unwrap_or_else(|e| panic!("{when}: {e}")).ask(CANARY);
+        }
+        shop.far.connect(shop.near.at(8080)).unwrap_or_else(|e| panic!("{when}: {e}")).ask(CANARY);
+    };
+    let before = all();
+    for what in ["links/us_sock_ops", "links/us_connect6", "maps/ORIG_DST", "maps/PODS"] {
+        std::fs::remove_file(pins.join(what)).unwrap_or_else(|e| panic!("remove {what}: {e}"));
+        works(&format!("without {what}"));
+        wait_for(&format!("{what} to be put back"), || (all() == before).then_some(()));
+        works(&format!("with {what} again"));
+    }
+    std::fs::remove_dir_all(&pins).expect("remove all pins");
+    works("without any pin");
+    wait_for("all pins to be put back", || (all() == before).then_some(()));
+    // They serve their purpose: capture outlives both processes.
+    let node = shop.mesh().node(0);
+    node.agent.kill9();
+    node.proxy.kill9();
+    let alone = shop.client.dial(shop.far.at(8080)).timeout(Duration::from_secs(1)).connect();
+    if let Ok(mut stream) = alone {
+        let _ = stream.write_all(CANARY);
+    }
+    shop.mesh().start_agent(node);
+    shop.mesh().start_proxy(node);
+    node.wait_ready();
+    shop.mesh().wait_in_mesh(&shop.pods());
+    works("after a restart");
+    assert!(!wire.contains(CANARY));
+}
+
+/// The layout version in the path of the pins.
+fn ebpf_layout(dir: &std::path::Path) -> u32 {
+    let names = std::fs::read_dir(dir).expect("the folder of pins").flatten();
+    let versions = names.filter_map(|entry| entry.file_name().to_str()?.strip_prefix('v')?.parse().ok());
+    versions.max().expect("pins of a version")
+}
+
 /// B125: the way to the control plane is cut without a RST; the proxy finds out by itself and comes back.
 #[test]
 fn a_dead_control_stream_is_found_and_opened_again() {

@@ -53,7 +53,7 @@ impl Rig {
             rates: Rates::new(Rate { burst: 100, per_second: 1 }, 100),
             strangers: Rates::new(Rate { burst: 30, per_second: 1 }, 100),
             signing: Arc::new(Semaphore::new(2)),
-            hush: Hush::default(),
+            hush: Hush::new(10),
         };
         let rig = Self { issuer, objects, service, _dir: dir };
         for (namespace, name, account, node) in [

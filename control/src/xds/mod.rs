@@ -20,8 +20,8 @@ use tonic::{Request, Response, Status, Streaming};
 use ztunnel::lifecycle::Shutdown;
 use ztunnel::proto::discovery::aggregated_discovery_service_server::AggregatedDiscoveryService;
 use ztunnel::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
+use ztunnel::telemetry::log::Hush;
 
-use crate::limits::Hush;
 use crate::metrics::Metrics;
 use crate::model::Snapshot;
 use crate::tls::Peer;
@@ -49,7 +49,8 @@ impl AggregatedDiscoveryService for Discovery {
         &self,
         request: Request<Streaming<DeltaDiscoveryRequest>>,
     ) -> Result<Response<Self::DeltaAggregatedResourcesStream>, Status> {
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let from = request.extensions().get::<Peer>().cloned();
+        let peer = from.as_ref().map(Peer::address);
         let caller = self.tokens.caller(request.metadata()).map_err(|error| {
             self.metrics.stream_refused(error.label());
             // From outside the mesh's own: they must not fill the log.
@@ -61,6 +62,9 @@ impl AggregatedDiscoveryService for Discovery {
             }
             Status::from(error)
         })?;
+        if let Some(from) = from {
+            from.is_known();
+        }
         let (send, queue) = mpsc::channel(QUEUE);
         let session =
             Session::new(caller, peer, self.snapshots.clone(), self.trust.clone(), send, self.metrics.clone());

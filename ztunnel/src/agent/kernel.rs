@@ -103,7 +103,8 @@ impl Kernel {
     /// What of [`Kernel::put`] is not in place.
     pub fn missing(&self, pod: &Captured) -> Result<Vec<(Part, String)>, KernelError> {
         let capture = self.capture.load();
-        let mut missing = Vec::new();
+        let mut missing: Vec<_> =
+            capture.missing().into_iter().map(|name| (Part::Outbound, format!("the pin of {name}"))).collect();
         if capture.pod(pod.cookie)? != Some(pod.record()) {
             missing.push((Part::Maps, "the pod's record".to_owned()));
         }
@@ -169,17 +170,23 @@ impl Kernel {
     pub fn reload(&self) -> Result<Reload, KernelError> {
         // One pod's task does it for all.
         let mut reloaded = lock(&self.reloaded);
-        let pins = self.config.bpf_dir.join(format!("v{}", ebpf::LAYOUT_VERSION));
-        let had_maps = pins.join("maps/ORIG_DST").exists();
-        if had_maps && pins.join("links/us_connect4").exists() && reloaded.elapsed() < RELOAD_INTERVAL {
+        let before = self.capture.load_full();
+        let missing = before.missing();
+        if missing.is_empty() && reloaded.elapsed() < RELOAD_INTERVAL {
             return Ok(Reload::NotNow);
         }
         *reloaded = Instant::now();
-        let capture = Capture::open(self.config.clone())?;
+        let capture = Capture::open_again(self.config.clone(), &before)?;
         capture.set_node(&lock(&self.node))?;
+        let same_maps = capture.has_maps_of(&before);
         self.capture.store(Arc::new(capture));
-        warn!(maps_were_there = had_maps, "the capture programs were loaded anew");
-        Ok(if had_maps { Reload::SameMaps } else { Reload::NewMaps })
+        warn!(missing = missing.join(", "), same_maps, "the capture programs were loaded anew");
+        Ok(if same_maps { Reload::SameMaps } else { Reload::NewMaps })
+    }
+
+    /// Puts back what somebody has taken of the node's own programs and maps, pods or no pods.
+    pub fn mend(&self) -> Result<Reload, KernelError> {
+        if self.capture.load().missing().is_empty() { Ok(Reload::NotNow) } else { self.reload() }
     }
 
     /// Ends the capture of versions with other map layouts, once this one has taken over all pods.

@@ -14,6 +14,7 @@ use tracing::{info, warn};
 use super::cgroups::{self, CgroupRoot};
 use super::decision::{self, Decision, Rules};
 use super::enrolment::Context;
+use super::kernel::Reload;
 use super::pod::{PodTask, Wish};
 use super::procs::Scan;
 use super::record::{Record, RecordError};
@@ -140,6 +141,11 @@ impl NodeTask {
 
     /// Removes what is left of pods that are gone.
     async fn sweep(&mut self) {
+        match self.context.kernel.mend() {
+            Ok(Reload::NewMaps) => self.context.proxies.reconnect_all(),
+            Ok(Reload::SameMaps | Reload::NotNow) => {}
+            Err(error) => warn!(%error, "what somebody has taken of the capture programs could not be put back"),
+        }
         // While a pod is on its way, what the kernel knows and no record tells of may be that pod's: its record may be
         // lost, and without capture it would speak in the clear. Another version captures its pods until they are ours.
         if self.context.metrics.all_settled(self.wishes.len()) {

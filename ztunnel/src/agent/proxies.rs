@@ -17,7 +17,7 @@ use super::exempt::Exemptions;
 use super::kernel::Kernel;
 use crate::capture::listeners::PodListeners;
 use crate::capture::netns::Netns;
-use crate::zds::{Arrival, DrainState, PodInfo, Request, RequestError, Server, Session};
+use crate::zds::{Arrival, DrainState, PodInfo, Request, RequestError, Response, Server, Session};
 
 /// All connected proxies.
 #[derive(Debug)]
@@ -78,6 +78,8 @@ struct Proxy {
     owed: Mutex<HashSet<String>>,
     /// It has the maps, without which it could not serve a pod.
     usable: AtomicBool,
+    /// It left its last request without an answer: stopped, or stuck.
+    silent: AtomicBool,
 }
 
 impl Proxies {
@@ -161,7 +163,7 @@ impl Proxies {
         };
         // A delete that it still owes us must not come after this.
         if lock(&proxy.owed).contains(uid) {
-            proxy.session.request(Request::Delete { uid: uid.to_owned() }).await?;
+            proxy.request(Request::Delete { uid: uid.to_owned() }).await?;
             lock(&proxy.owed).remove(uid);
         }
         proxy.add(&offer).await
@@ -171,7 +173,7 @@ impl Proxies {
     pub async fn delete(&self, uid: &str) {
         for proxy in self.all() {
             lock(&proxy.taken).remove(uid);
-            if let Err(error) = proxy.session.request(Request::Delete { uid: uid.to_owned() }).await {
+            if let Err(error) = proxy.request(Request::Delete { uid: uid.to_owned() }).await {
                 debug!(uid, %error, session = %proxy.session.id(), "the proxy has not confirmed the pod's removal");
                 lock(&proxy.owed).insert(uid.to_owned());
             }
@@ -182,7 +184,7 @@ impl Proxies {
     pub async fn drain(&self, uid: &str) -> Option<DrainState> {
         let mut all: Option<DrainState> = None;
         for proxy in self.all() {
-            let state = match proxy.session.request(Request::Drain { uid: uid.to_owned() }).await {
+            let state = match proxy.request(Request::Drain { uid: uid.to_owned() }).await {
                 Ok(response) => DrainState { open: response.open, followed: response.followed },
                 Err(RequestError::NoExtension | RequestError::Closed(_)) => continue,
                 Err(error) => {
@@ -202,7 +204,7 @@ impl Proxies {
     /// The pod's listening sockets out of the hands of a proxy, after a restart of the agent.
     pub async fn return_listeners(&self, uid: &str) -> Option<PodListeners> {
         for proxy in self.all().into_iter().rev() {
-            match proxy.session.request(Request::ReturnListeners { uid: uid.to_owned() }).await {
+            match proxy.request(Request::ReturnListeners { uid: uid.to_owned() }).await {
                 Ok(response) if response.listeners.is_some() => {
                     // It serves the pod: to give it again would be no news, and undo a drain that is under way.
                     lock(&proxy.taken).insert(uid.to_owned());
@@ -258,6 +260,7 @@ impl Proxies {
             taken: Mutex::default(),
             owed: Mutex::default(),
             usable: AtomicBool::new(false),
+            silent: AtomicBool::new(false),
         });
         self.lock().proxies.push(proxy.clone());
         self.notify();
@@ -295,7 +298,7 @@ impl Proxies {
         let _ = self.complete.subscribe().wait_for(|complete| *complete).await;
         while proxy.session.is_extended() {
             let maps = self.kernel.map_fds().map_err(|error| OfferError::Descriptors(error.to_string()))?;
-            match proxy.session.request(Request::CaptureMaps(maps)).await {
+            match proxy.request(Request::CaptureMaps(maps)).await {
                 // It may be stopped.
                 Err(RequestError::Timeout(_)) => {}
                 other => {
@@ -353,9 +356,12 @@ impl Proxies {
         self.exemptions.sweep();
     }
 
-    /// The proxy that new pods go to.
+    /// The proxy that new pods go to: the newest, but one that answers before one that does not.
     fn newest(&self) -> Option<Arc<Proxy>> {
-        self.lock().proxies.iter().rev().find(|proxy| proxy.usable.load(Ordering::Acquire)).cloned()
+        let inner = self.lock();
+        let mut usable = inner.proxies.iter().rev().filter(|proxy| proxy.usable.load(Ordering::Acquire));
+        let newest = usable.clone().next();
+        usable.find(|proxy| !proxy.silent.load(Ordering::Relaxed)).or(newest).cloned()
     }
 
     fn all(&self) -> Vec<Arc<Proxy>> {
@@ -372,6 +378,16 @@ impl Proxies {
 }
 
 impl Proxy {
+    async fn request(&self, request: Request) -> Result<Response, RequestError> {
+        let result = self.session.request(request).await;
+        match &result {
+            Ok(_) | Err(RequestError::Refused(_)) => self.silent.store(false, Ordering::Relaxed),
+            Err(RequestError::Timeout(_)) => self.silent.store(true, Ordering::Relaxed),
+            Err(RequestError::Closed(_) | RequestError::NoExtension | RequestError::TooLong(_)) => {}
+        }
+        result
+    }
+
     async fn add(&self, offer: &Offer) -> Result<(), OfferError> {
         let netns = offer.netns.as_fd().try_clone_to_owned();
         let netns = netns.map_err(|error| OfferError::Descriptors(error.to_string()))?;
@@ -380,7 +396,7 @@ impl Proxy {
         } else {
             None
         };
-        self.session.request(Request::Add { pod: offer.info.clone(), netns, listeners }).await?;
+        self.request(Request::Add { pod: offer.info.clone(), netns, listeners }).await?;
         lock(&self.taken).insert(offer.info.uid.clone());
         Ok(())
     }
@@ -388,7 +404,7 @@ impl Proxy {
     /// Asks until the proxy answers; a stopped one is waited for. Its refusal is its own affair.
     async fn insist(&self, request: impl Fn() -> Request) -> Result<(), OfferError> {
         loop {
-            match self.session.request(request()).await {
+            match self.request(request()).await {
                 Err(RequestError::Timeout(_)) => {}
                 Ok(_) | Err(RequestError::Refused(_)) => return Ok(()),
                 Err(error) => return Err(error.into()),
@@ -404,7 +420,7 @@ impl Proxy {
                 lock(&self.owed).remove(&uid);
                 continue;
             }
-            match self.session.request(Request::Delete { uid: uid.clone() }).await {
+            match self.request(Request::Delete { uid: uid.clone() }).await {
                 Ok(_) => {
                     lock(&self.owed).remove(&uid);
                 }

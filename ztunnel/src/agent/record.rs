@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::capture::pod_network::Before;
-use crate::files::read_small_text;
+use crate::files::{read_small_text, write_if_changed};
 
 /// What was done to a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,13 +81,12 @@ impl Records {
         Ok(records)
     }
 
+    /// What is written already is left alone: an agent that starts again on a full disk goes on with its pods.
     pub fn write(&self, record: &Record) -> Result<(), RecordError> {
         let path = self.path(&record.uid);
-        let temporary = path.with_extension("new");
         let text =
             serde_json::to_string(record).map_err(|error| failed("serialise", &path)(io::Error::other(error)))?;
-        std::fs::write(&temporary, text).map_err(failed("write", &temporary))?;
-        std::fs::rename(&temporary, &path).map_err(failed("rename", &path))
+        write_if_changed(&path, &path.with_extension("new"), text.as_bytes()).map_err(failed("write", &path))
     }
 
     pub fn remove(&self, uid: &str) -> Result<(), RecordError> {

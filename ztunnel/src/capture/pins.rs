@@ -87,8 +87,11 @@ impl Pins {
     pub fn remove_other_versions(&self) -> Result<(), CaptureError> {
         let Some(all) = self.dir.parent() else { return Ok(()) };
         for entry in fs::read_dir(all).map_err(|e| CaptureError::pin("listing", all, e))? {
-            let path = entry.map_err(|e| CaptureError::pin("listing", all, e))?.path();
-            if path != self.dir {
+            let entry = entry.map_err(|e| CaptureError::pin("listing", all, e))?;
+            let (name, path) = (entry.file_name(), entry.path());
+            // A bpffs has files of its own in its root.
+            let is_version = name.to_str().and_then(|name| name.strip_prefix('v')?.parse::<u32>().ok()).is_some();
+            if is_version && path != self.dir {
                 fs::remove_dir_all(&path).map_err(|e| CaptureError::pin("removing", &path, e))?;
             }
         }
@@ -96,19 +99,20 @@ impl Pins {
     }
 
     /// Makes `program` the one that is attached to the target under this pin: nothing to do, an exchange inside the
-    /// link, or a new link that takes the place of one that belongs elsewhere.
+    /// link, or a new link that takes the place of one that belongs elsewhere. Gives the link.
     pub fn attach(
         &self,
         pin: &str,
         hook: Hook,
         program: BorrowedFd<'_>,
         target: Target<'_>,
-    ) -> Result<(), CaptureError> {
+    ) -> Result<OwnedFd, CaptureError> {
         let error = |e| CaptureError::attach(pin, target.name, e);
         let path = self.link_path(pin);
         match open_pin(&path).and_then(|link| Ok((attach::link_state(link.as_fd())?, link))) {
             Ok((state, link)) if state.hook == hook as u32 && state.target == target.id => {
-                return self.exchange(&link, state.program, program).map_err(error);
+                self.exchange(&link, state.program, program).map_err(error)?;
+                return Ok(link);
             }
             Ok(_) => {}
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData) => {}
@@ -117,7 +121,21 @@ impl Pins {
         let link = attach::link(program, target.fd, hook).map_err(error)?;
         let fresh = self.link_path(&format!("{UNFINISHED}{pin}"));
         bpf::pin(link.as_fd(), &fresh).map_err(|e| CaptureError::pin("pinning", &fresh, e))?;
-        fs::rename(&fresh, &path).map_err(|e| CaptureError::pin("renaming to", &path, e))
+        fs::rename(&fresh, &path).map_err(|e| CaptureError::pin("renaming to", &path, e))?;
+        Ok(link)
+    }
+
+    /// Pins a map again whose pin somebody has removed.
+    pub fn put_back_map(&self, name: &str, map: BorrowedFd<'_>) -> Result<(), CaptureError> {
+        put_back(&self.maps().join(name), map)
+    }
+
+    /// The same for a link that is attached still.
+    pub fn put_back_link(&self, name: &str, link: BorrowedFd<'_>) -> Result<(), CaptureError> {
+        if attach::link_state(link).is_ok_and(|state| state.target != 0) {
+            put_back(&self.link_path(name), link)?;
+        }
+        Ok(())
     }
 
     /// Puts `new` into the link, unless what runs there is the same.
@@ -169,6 +187,13 @@ impl Turn {
                 Err(e) => return Err(CaptureError::pin("locking", dir, e.into())),
             }
         }
+    }
+}
+
+fn put_back(path: &Path, object: BorrowedFd<'_>) -> Result<(), CaptureError> {
+    match bpf::pin(object, path) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(CaptureError::pin("pinning", path, e)),
+        _ => Ok(()),
     }
 }
 

@@ -4,16 +4,19 @@
 //! Must never leave a moment in which a captured pod's connections pass uncaptured: a program that changes is exchanged
 //! inside its link, and a link that must be made anew is attached before the old one goes.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ebpf::{Addr, COUNTERS, ConnKey, Counter, Endpoint, ListenerKey, Node, Pod, Tuple};
 
 use super::attach::{self, Hook};
 use super::bpf::{self, BpfMap, open_pin};
-use super::object::{InboundProgram, NODE_PROGRAMS, NodeObject};
+use super::object::{InboundProgram, MAPS, NODE_PROGRAMS, NodeObject};
 use super::pins::{Pins, Target, need_cgroup2};
 
 pub use super::error::CaptureError;
@@ -31,10 +34,14 @@ pub struct CaptureConfig {
     pub max_waiting: u32,
 }
 
-/// Capture of a node, loaded and pinned.
+/// Capture of a node, loaded and pinned. Maps and links are also held, so that capture goes on where somebody removes
+/// pins.
 #[derive(Debug)]
 pub struct Capture {
     pins: Pins,
+    cgroup: u64,
+    maps: Vec<(&'static str, OwnedFd)>,
+    links: Mutex<HashMap<String, OwnedFd>>,
     inbound: InboundProgram,
     pods: BpfMap<u64, Pod>,
     pod_ips: BpfMap<Addr, u64>,
@@ -66,8 +73,21 @@ impl Capture {
     /// Loads the programs and attaches them to the node. Adopts what is pinned already: maps with what is in them,
     /// links with their program, which is exchanged if the object has another. Mends what a crash has left half-done.
     pub fn open(config: CaptureConfig) -> Result<Self, CaptureError> {
+        Self::open_after(config, None)
+    }
+
+    /// The same while `before` is there: pins that somebody has removed are put back first, so that nothing is made
+    /// anew that is there.
+    pub fn open_again(config: CaptureConfig, before: &Self) -> Result<Self, CaptureError> {
+        Self::open_after(config, Some(before))
+    }
+
+    fn open_after(config: CaptureConfig, before: Option<&Self>) -> Result<Self, CaptureError> {
         need_cgroup2(&config.cgroup_root)?;
         let (pins, _turn) = Pins::open(&config.bpf_dir)?;
+        if let Some(before) = before {
+            before.put_back(&pins)?;
+        }
         let sizes = [
             ("PODS", config.max_pods),
             ("POD_IPS", config.max_pods * 2),
@@ -76,7 +96,17 @@ impl Capture {
             ("ORIG_DST", config.max_waiting),
         ];
         let object = NodeObject::load(&pins.maps(), &sizes)?;
+        let opening = |e| CaptureError::pin("opening", &config.cgroup_root, e);
+        let cgroup = File::open(&config.cgroup_root).map_err(opening)?;
+        let cgroup_id = cgroup.metadata().map_err(opening)?.ino();
+        let held = MAPS.into_iter().map(|name| {
+            let fd = open_pin(&pins.maps().join(name)).map_err(|source| CaptureError::Map { name, source })?;
+            Ok((name, fd))
+        });
         let capture = Self {
+            cgroup: cgroup_id,
+            maps: held.collect::<Result<_, CaptureError>>()?,
+            links: Mutex::default(),
             inbound: InboundProgram::parse(&pins.maps())?,
             pods: pins.map("PODS")?,
             pod_ips: pins.map("POD_IPS")?,
@@ -90,13 +120,11 @@ impl Capture {
             host_conns: pins.map("HOST_CONNS")?,
             pins,
         };
-        let opening = |e| CaptureError::pin("opening", &config.cgroup_root, e);
-        let cgroup = File::open(&config.cgroup_root).map_err(opening)?;
-        let cgroup_id = cgroup.metadata().map_err(opening)?.ino();
         // A change of programs that belong together begins with those that only read what others write.
         for (name, hook) in NODE_PROGRAMS {
             let target = Target { fd: cgroup.as_fd(), id: cgroup_id, name: &config.cgroup_root.to_string_lossy() };
-            capture.pins.attach(name, hook, object.program(name)?, target)?;
+            let link = capture.pins.attach(name, hook, object.program(name)?, target)?;
+            capture.hold(name, link);
         }
         capture.renew_inbound()?;
         Ok(capture)
@@ -175,12 +203,43 @@ impl Capture {
         let meta = rustix::fs::fstat(netns).map_err(|e| CaptureError::attach(&pin, &name, e.into()))?;
         let program = self.inbound.load(cookie)?;
         let target = Target { fd: netns, id: meta.st_ino, name: &name };
-        self.pins.attach(&pin, Hook::SkLookup, program.as_fd(), target)
+        if let Some(link) = self.held().get(&pin) {
+            self.pins.put_back_link(&pin, link.as_fd())?;
+        }
+        let link = self.pins.attach(&pin, Hook::SkLookup, program.as_fd(), target)?;
+        self.hold(&pin, link);
+        Ok(())
     }
 
     /// New connections to the pod reach its apps again.
     pub fn detach_inbound(&self, cookie: u64) -> Result<(), CaptureError> {
-        self.pins.remove_link(&inbound_pin(cookie))
+        let pin = inbound_pin(cookie);
+        self.pins.remove_link(&pin)?;
+        self.held().remove(&pin);
+        Ok(())
+    }
+
+    /// What of the node's own programs and maps is not in its place any more: gone, or another.
+    pub fn missing(&self) -> Vec<&'static str> {
+        let is_there = |name: &str| {
+            let link = self.pins.link(name).ok().flatten()?;
+            attach::link_state(link.as_fd()).ok().filter(|state| state.target == self.cgroup)
+        };
+        let links = NODE_PROGRAMS.into_iter().map(|(name, _)| name).filter(|name| is_there(name).is_none());
+        let is_same = |name: &str, held: &OwnedFd| {
+            let pinned = open_pin(&self.pins.maps().join(name))?;
+            io::Result::Ok(bpf::map_id(pinned.as_fd())? == bpf::map_id(held.as_fd())?)
+        };
+        let maps = self.maps.iter().filter(|(name, held)| !is_same(name, held).unwrap_or(false));
+        links.chain(maps.map(|(name, _)| *name)).collect()
+    }
+
+    /// Whether a proxy that has the other's maps has ours.
+    pub fn has_maps_of(&self, other: &Self) -> bool {
+        let ids = |capture: &Self| -> io::Result<Vec<u32>> {
+            capture.maps.iter().map(|(_, map)| bpf::map_id(map.as_fd())).collect()
+        };
+        ids(self).is_ok_and(|own| ids(other).is_ok_and(|others| own == others))
     }
 
     /// The netns cookies of pods with a pinned inbound program.
@@ -286,8 +345,28 @@ impl Capture {
             }
             let program = self.inbound.load(cookie)?;
             self.pins.exchange(&link, state.program, program.as_fd()).map_err(error)?;
+            self.hold(&pin, link);
         }
         Ok(())
+    }
+
+    fn put_back(&self, pins: &Pins) -> Result<(), CaptureError> {
+        for (name, map) in &self.maps {
+            pins.put_back_map(name, map.as_fd())?;
+        }
+        for (name, link) in self.held().iter() {
+            pins.put_back_link(name, link.as_fd())?;
+        }
+        Ok(())
+    }
+
+    fn hold(&self, name: &str, link: OwnedFd) {
+        self.held().insert(name.to_owned(), link);
+    }
+
+    fn held(&self) -> MutexGuard<'_, HashMap<String, OwnedFd>> {
+        // Every change is one insert or remove: a panic leaves the table whole.
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

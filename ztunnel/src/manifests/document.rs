@@ -67,6 +67,7 @@ pub(super) fn read(text: &str, format: Format, stem: &str, older: &[Document]) -
         older.iter().filter(|d| d.faults.is_empty()).map(|d| (d.fingerprint, d)).collect();
     let parts = split_as(text, format);
     let mut documents = Vec::with_capacity(parts.len());
+    let mut faulty = 0;
     for (line, part) in parts {
         if part.lines().all(says_nothing) {
             continue;
@@ -80,7 +81,9 @@ pub(super) fn read(text: &str, format: Format, stem: &str, older: &[Document]) -
         match format {
             Format::Status => read_status(part, stem, &mut document),
             Format::Yaml | Format::Json => {
-                read_manifest(&Text { text: part, line, format }, &mut document);
+                let exact = faulty < MAX_EXACT;
+                read_manifest(&Text { text: part, line, format, exact }, &mut document);
+                faulty += usize::from(!document.faults.is_empty());
                 for fault in &mut document.faults {
                     fault.policies = match &fault.object {
                         Some(key) => SecurityKind::of(key).map(|_| key.clone()).into_iter().collect(),
@@ -132,6 +135,8 @@ struct Text<'a> {
     text: &'a str,
     line: usize,
     format: Format,
+    /// Name the lines of the file also inside of messages, which costs another reading.
+    exact: bool,
 }
 
 #[derive(Deserialize)]
@@ -181,6 +186,10 @@ impl Text<'_> {
             return serde_json::from_str(self.text).map_err(|e| fault(Some(e.line().max(1)), e.to_string()));
         }
         serde_yaml_ng::from_str(self.text).map_err(|first| {
+            if !self.exact {
+                let line = first.location().map_or(self.line, |l| self.line + l.line() - 1);
+                return fault(Some(line), format!("{first} (lines counted from line {})", self.line));
+            }
             // The message may name several lines; read again from where they are those of the file.
             let padded = "\n".repeat(self.line - 1) + self.text;
             let error = serde_yaml_ng::from_str::<T>(&padded).err().unwrap_or(first);
@@ -190,7 +199,7 @@ impl Text<'_> {
 }
 
 fn read_status(text: &str, stem: &str, document: &mut Document) {
-    let text = Text { text, line: 1, format: Format::Yaml };
+    let text = Text { text, line: 1, format: Format::Yaml, exact: true };
     let status = match text.parse::<PodStatus>() {
         Ok(status) => status,
         Err(fault) => {
@@ -397,7 +406,8 @@ pub(super) fn split_as(text: &str, format: Format) -> Vec<(usize, &str)> {
 
 /// The way from a document to a part of an object that it holds, be it itself or an item of its list.
 pub(super) fn way_to(text: &str, json: bool, key: &ObjectKey, part: &FieldPath) -> FieldPath {
-    let text = Text { text, line: 1, format: if json { Format::Json } else { Format::Yaml } };
+    let format = if json { Format::Json } else { Format::Yaml };
+    let text = Text { text, line: 1, format, exact: false };
     let item = || {
         let list = text.parse::<Header>().ok().filter(is_list)?;
         let items = text.parse::<List>().ok()?.items;
@@ -444,6 +454,9 @@ fn tell_once(api_version: &str, kind: &str) {
         tracing::debug!(api_version, kind, "manifests of this kind are ignored");
     }
 }
+
+/// Faulty documents of a file that are read twice for the sake of their messages.
+const MAX_EXACT: usize = 32;
 
 fn fault(line: Option<usize>, reason: String) -> Fault {
     Fault { line, object: None, reason, policies: Vec::new() }

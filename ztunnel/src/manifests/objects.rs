@@ -60,7 +60,7 @@ pub enum ObjectKey {
 }
 
 /// Something in the source that could not be used. What was good before is still served.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Problem {
     pub file: PathBuf,
     /// Counted from 1.

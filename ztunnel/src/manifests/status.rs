@@ -2,12 +2,12 @@
 //!
 //! A reader must never see half a file: it is written beside and renamed into place.
 
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::files::read_small_text;
+use crate::files::{read_small_text, write_if_changed};
 
 /// The content of `<status folder>/<pod uid>.yaml`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,7 +64,8 @@ impl StatusFolder {
         &self.dir
     }
 
-    /// Writes the pod's file, atomically. Blocks for a moment on the file system.
+    /// Writes the pod's file, atomically, unless it is there with the same content. Blocks for a moment on the file
+    /// system.
     pub fn write(&self, status: &PodStatus) -> Result<(), StatusError> {
         let file = self.file(&status.pod.uid).ok_or_else(|| StatusError::Uid {
             pod: format!("{}/{}", status.pod.namespace, status.pod.name),
@@ -74,9 +75,7 @@ impl StatusFolder {
             .map_err(|e| io_error(&file, "serialise", io::Error::new(io::ErrorKind::InvalidData, e)))?;
         // Only the agent of the pod's node writes the file of a uid, so the name needs no more to be its own.
         let temporary = self.dir.join(format!(".{}.yaml.tmp", status.pod.uid));
-        let written = std::fs::File::create(&temporary).and_then(|mut f| f.write_all(text.as_bytes()));
-        written.map_err(|e| io_error(&temporary, "write", e))?;
-        std::fs::rename(&temporary, &file).map_err(|e| io_error(&file, "rename into place", e))
+        write_if_changed(&file, &temporary, text.as_bytes()).map_err(|e| io_error(&file, "write", e))
     }
 
     /// Removes the pod's file; whether there was one.

@@ -9,6 +9,23 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
+/// A large file full of faults must not hold up the others.
+#[test]
+fn thousands_of_faults_in_a_file_are_each_named_with_their_line() {
+    let dir = Dir::new();
+    let faults = 20_000;
+    dir.put("bad.yaml", &"apiVersion: v1\nkind: Pod\nmetadata: [\n---\n".repeat(faults));
+    dir.put("good.yaml", "apiVersion: v1\nkind: Namespace\nmetadata: {name: shop}\n");
+    let (_watch, objects) = dir.watch();
+    let now = objects.borrow().clone();
+    assert!(now.namespace("shop").is_some());
+    assert_eq!(now.problems().len(), faults);
+    for (index, problem) in now.problems().iter().enumerate() {
+        let line = problem.line.expect("a line");
+        assert!((4 * index + 1..=4 * index + 5).contains(&line), "{index}: {line} {}", problem.reason);
+    }
+}
+
 #[test]
 fn objects_of_all_kinds_are_read_from_yaml_json_and_lists() {
     let dir = Dir::new();

@@ -2,7 +2,7 @@
 //!
 //! Must never stop publishing because it no longer hears: what inotify misses, the next look finds.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -272,7 +272,10 @@ impl Worker {
         self.merge.problems(path, &mut problems);
         let others = problems != self.problems;
         if others {
-            for problem in problems.iter().filter(|p| !self.problems.contains(p)) {
+            // There may be thousands of each.
+            let before: HashSet<&Problem> = self.problems.iter().collect();
+            let now: HashSet<&Problem> = problems.iter().collect();
+            for problem in problems.iter().filter(|p| !before.contains(p)) {
                 tracing::warn!(
                     file = %problem.file.display(),
                     line = problem.line,
@@ -281,7 +284,7 @@ impl Worker {
                     "a manifest is not used, the last good version stays"
                 );
             }
-            for problem in self.problems.iter().filter(|p| !problems.contains(p)) {
+            for problem in self.problems.iter().filter(|p| !now.contains(p)) {
                 tracing::info!(file = %problem.file.display(), "a manifest is right again");
             }
             self.problems = problems;

@@ -21,6 +21,7 @@ use super::{guard, inbound, outbound, plaintext};
 use crate::hbone::{Pool, Tunnels};
 use crate::lifecycle::Watchdog;
 use crate::telemetry::flow::Failure;
+use crate::telemetry::log::Hush;
 
 /// A worker as other threads see it.
 #[derive(Clone)]
@@ -147,7 +148,9 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
             Err(error) if is_peers(&error) => {}
             Err(error) => {
                 // Out of descriptors or memory: what is open goes on, and what waits stays in the backlog.
-                tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot accept");
+                if let Some(untold) = ACCEPT_HUSH.speak() {
+                    tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, untold, "cannot accept");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
@@ -252,6 +255,8 @@ const QUEUE: usize = 4096;
 const SLACK: u32 = 8;
 /// Tasks that run between two looks at the sockets.
 const EVENT_INTERVAL: u32 = 61;
+/// All pods' listeners fail at a time.
+static ACCEPT_HUSH: Hush = Hush::new(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const SWEEP: Duration = Duration::from_secs(10);
 const SWEEP_PAUSE: Duration = Duration::from_millis(200);

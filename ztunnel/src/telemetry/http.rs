@@ -1,14 +1,14 @@
 //! A small HTTP/1 server for the pages of operators: metrics, health, status. Proxy, agent and control use the same.
 //!
-//! Must never keep more than a bounded number of connections, nor turn one away because others are idle (a probe that
-//! is not answered restarts the process), nor wait for a slow client without limit, nor read a request's body: no page
-//! needs one.
+//! Must never keep more than a bounded number of connections, nor let those who hold theirs keep others out, nor wait
+//! for a slow client without limit, nor read a request's body: no page needs one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
@@ -20,6 +20,7 @@ use tokio::task::{AbortHandle, JoinSet};
 
 mod body;
 
+use super::log::Hush;
 use body::Body;
 pub use body::Chunks;
 
@@ -216,28 +217,25 @@ impl Server {
     /// Answers until `stop` is done; then open connections are cut.
     pub async fn serve(self, router: Router, stop: impl Future<Output = ()>) {
         let router = Arc::new(router);
-        let mut connections = JoinSet::new();
-        // The oldest first: at the bound it makes room.
-        let mut open: VecDeque<AbortHandle> = VecDeque::new();
+        let mut connections = Connections::default();
         let mut stop = std::pin::pin!(stop);
         loop {
             let accepted = tokio::select! {
                 () = &mut stop => return,
                 accepted = self.listener.accept() => accepted,
-                Some(_) = connections.join_next() => continue,
+                () = connections.ended() => continue,
             };
             match accepted {
                 Ok((stream, peer)) => {
-                    open.retain(|connection| !connection.is_finished());
-                    if open.len() >= MAX_CONNECTIONS
-                        && let Some(oldest) = open.pop_front()
-                    {
-                        oldest.abort();
-                    }
-                    open.push_back(connections.spawn(serve_connection(stream, peer, router.clone())));
+                    let (router, used) = (router.clone(), Arc::new(Used::default()));
+                    let serve = serve_connection(stream, peer, router, used.clone());
+                    connections.add(peer.ip().to_canonical(), used, serve);
                 }
                 Err(error) => {
-                    tracing::warn!(server = self.name, address = %self.address, %error, "cannot accept a connection");
+                    if let Some(untold) = ACCEPT_HUSH.speak() {
+                        let (server, address) = (self.name, self.address);
+                        tracing::warn!(server, %address, %error, untold, "cannot accept a connection");
+                    }
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -245,11 +243,76 @@ impl Server {
     }
 }
 
-async fn serve_connection(stream: TcpStream, peer: SocketAddr, router: Arc<Router>) {
+/// The connections that are open. A new one is never turned away: the one that has been of no use for longest goes.
+#[derive(Default)]
+struct Connections {
+    tasks: JoinSet<()>,
+    open: HashMap<tokio::task::Id, Open>,
+}
+
+struct Open {
+    client: IpAddr,
+    used: Arc<Used>,
+    task: AbortHandle,
+}
+
+/// When a connection last asked for something, counted in requests of the whole process.
+struct Used(AtomicU64);
+
+impl Default for Used {
+    fn default() -> Self {
+        Self(AtomicU64::new(Self::next()))
+    }
+}
+
+impl Used {
+    fn now(&self) {
+        self.0.store(Self::next(), Ordering::Relaxed);
+    }
+
+    fn next() -> u64 {
+        static REQUESTS: AtomicU64 = AtomicU64::new(0);
+        REQUESTS.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+impl Connections {
+    fn add(&mut self, client: IpAddr, used: Arc<Used>, serve: impl Future<Output = ()> + Send + 'static) {
+        let of_client = self.open.values().filter(|open| open.client == client).count();
+        if of_client >= MAX_OF_CLIENT {
+            self.cut(|open| open.client == client);
+        } else if self.open.len() >= MAX_CONNECTIONS {
+            self.cut(|_| true);
+        }
+        let task = self.tasks.spawn(serve);
+        self.open.insert(task.id(), Open { client, used, task });
+    }
+
+    fn cut(&mut self, of: impl Fn(&Open) -> bool) {
+        let candidates = self.open.iter().filter(|(_, open)| of(open));
+        let longest = candidates.min_by_key(|(_, open)| open.used.0.load(Ordering::Relaxed)).map(|(id, _)| *id);
+        if let Some(open) = longest.and_then(|id| self.open.remove(&id)) {
+            open.task.abort();
+        }
+    }
+
+    /// Ready when one has ended; never while there is none.
+    async fn ended(&mut self) {
+        let id = match self.tasks.join_next_with_id().await {
+            Some(Ok((id, ()))) => id,
+            Some(Err(error)) => error.id(),
+            None => return std::future::pending().await,
+        };
+        self.open.remove(&id);
+    }
+}
+
+async fn serve_connection(stream: TcpStream, peer: SocketAddr, router: Arc<Router>, used: Arc<Used>) {
     let _ = stream.set_nodelay(true);
     // A client that does not read its answer is cut by the kernel.
     let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(WRITE_TIMEOUT));
     let service = hyper::service::service_fn(|request: hyper::Request<hyper::body::Incoming>| {
+        used.now();
         let (head, _unread) = request.into_parts();
         let answer = router.answer(&Request { head, peer });
         async move { Ok::<_, std::convert::Infallible>(answer) }
@@ -302,8 +365,10 @@ fn decode(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// A further one takes the place of the oldest.
 const MAX_CONNECTIONS: usize = 64;
+/// Of one address.
+const MAX_OF_CLIENT: usize = 16;
+static ACCEPT_HUSH: Hush = Hush::new(1);
 /// From the start of a wait for a request, idle time included, to the end of its header.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Sent data without acknowledgement.

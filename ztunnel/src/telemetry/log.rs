@@ -17,9 +17,11 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::reload;
 
+mod hush;
 mod line;
 mod queue;
 
+pub use hush::Hush;
 use line::{Json, Plain};
 pub use queue::Queue;
 

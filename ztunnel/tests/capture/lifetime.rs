@@ -39,6 +39,24 @@ fn capture_outlives_its_owner_and_a_successor_changes_nothing() {
 }
 
 #[test]
+fn pins_that_somebody_removes_are_missed_and_put_back_and_capture_goes_on() {
+    let mut ground = Ground::new("pins");
+    let before = ground.links();
+    assert!(ground.capture().missing().is_empty());
+    fs::remove_file(ground.pins().join("links/us_sock_ops")).unwrap();
+    fs::remove_file(ground.pins().join("maps/PODS")).unwrap();
+    assert_eq!(ground.capture().missing(), ["us_sock_ops", "PODS"]);
+    fs::remove_dir_all(ground.pins()).unwrap();
+    assert_eq!(ground.capture().missing().len(), 16);
+    assert_captured(&ground);
+    let again = Capture::open_again(ground.config.clone(), ground.capture()).unwrap();
+    assert!(again.missing().is_empty() && again.has_maps_of(ground.capture()));
+    ground.capture = Some(again);
+    assert_eq!(ground.links(), before);
+    assert_captured(&ground);
+}
+
+#[test]
 fn a_start_mends_what_a_crash_has_left_half_done() {
     let mut ground = Ground::new("crash");
     let links = ground.pins().join("links");

@@ -44,17 +44,7 @@ impl PodTask {
                 self.stage = Stage::Out;
             }
             Stage::Found(_) => self.stage = Stage::Out,
-            Stage::Prepared(held) => {
-                context.dismantle(held).await?;
-                self.stage = Stage::Out;
-                self.record = None;
-                self.adopted = false;
-            }
-            Stage::Served(held) => {
-                context.unserve(held).await;
-                self.known_to_proxy = false;
-                self.stage.advance(Stage::Prepared);
-            }
+            Stage::Prepared(_) | Stage::Served(_) => self.depart().await?,
             Stage::Captured(held) if !self.adopted => {
                 context.release(held)?;
                 self.stage.advance(Stage::Served);
@@ -86,12 +76,27 @@ impl PodTask {
                 if open > 0 {
                     warn!(pod = held.record.pod(), open, "connections outlived the drain and are cut");
                 }
+                // Whole, in one step: a proxy that has drained the pod must not be left with it if it comes back.
+                self.depart().await?;
                 context.metrics.unenrolments.add(1);
-                info!(pod = held.record.pod(), "the pod is out of the mesh");
-                self.stage.advance(Stage::Served);
+                info!(pod = format!("{}/{}", facts.namespace, facts.name), "the pod is out of the mesh");
             }
         }
         Ok(Next::Now)
+    }
+
+    /// Nothing in the kernel leads to the pod's listeners any more: takes it from the proxies, then undoes the rest. Can
+    /// be done again where it failed.
+    async fn depart(&mut self) -> Result<(), Trouble> {
+        if let Some(held) = self.stage.held() {
+            self.context.unserve(held).await;
+            self.known_to_proxy = false;
+            self.context.dismantle(held).await?;
+        }
+        self.stage = Stage::Out;
+        self.record = None;
+        self.adopted = false;
+        Ok(())
     }
 
     /// How long to wait on because the pod's processes still run, though the object was deleted by force: what they

@@ -53,6 +53,20 @@ async fn pages_answer_by_path_and_method() {
 }
 
 #[tokio::test]
+async fn those_who_hold_connections_keep_nobody_out() {
+    let server = Running::start(Router::new().get("/a", |_| Response::text(StatusCode::OK, "here")));
+    let mut held = Vec::new();
+    for host in 1..=8 {
+        for _ in 0..MAX_OF_CLIENT {
+            let socket = tokio::net::TcpSocket::new_v4().unwrap();
+            socket.bind(format!("127.0.1.{host}:0").parse().unwrap()).unwrap();
+            held.push(socket.connect(server.address).await.unwrap());
+        }
+        assert!(server.get("/a").await.ends_with("here"), "while {} are held", held.len());
+    }
+}
+
+#[tokio::test]
 async fn a_large_page_is_streamed_whole() {
     let server = Running::start(Router::new().get("/large", |_| {
         Response::stream("text/plain", |out| {

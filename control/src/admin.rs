@@ -9,13 +9,14 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tonic::codegen::http::StatusCode;
 use ztunnel::lifecycle::Shutdown;
-use ztunnel::manifests::Objects;
+use ztunnel::manifests::{Objects, SecurityKind};
 use ztunnel::proto::workload as wire;
 use ztunnel::telemetry::http::{Chunks, Request, Response, Router};
 use ztunnel::telemetry::metrics::Metrics;
 
 use crate::ca::Ca;
 use crate::model::{Decoded, Resource, Set, Snapshot};
+use crate::policy;
 
 /// All pages. `serving`: whether nodes can be answered.
 pub fn pages(
@@ -31,13 +32,14 @@ pub fn pages(
     };
     let of = snapshots.clone();
     let problems = move |_: &Request| Response::json(&problems(&objects.borrow(), &of.borrow()));
+    let of = snapshots.clone();
+    let policies = move |request: &Request| {
+        let snapshot = of.borrow().clone();
+        to_this_machine(request, move |out| write_policies(&snapshot, out))
+    };
     let served = move |request: &Request| {
-        if !request.peer().ip().to_canonical().is_loopback() {
-            let text = "only shown to this machine: ask 127.0.0.1 or [::1], for example through a port forward\n";
-            return Response::text(StatusCode::FORBIDDEN, text);
-        }
         let snapshot = snapshots.borrow().clone();
-        Response::stream("application/json", move |out| write_served(&snapshot, out))
+        to_this_machine(request, move |out| write_served(&snapshot, out))
     };
     // Certificates are public.
     let authority = move |_: &Request| Response::json(&ca.report());
@@ -47,7 +49,16 @@ pub fn pages(
         .get("/readyz", ready)
         .get("/debug/ca", authority)
         .get("/debug/problems", problems)
+        .get("/debug/policies", policies)
         .get("/debug/resources", served)
+}
+
+fn to_this_machine(request: &Request, write: impl FnOnce(&mut Chunks) -> io::Result<()> + Send + 'static) -> Response {
+    if !request.peer().ip().to_canonical().is_loopback() {
+        let text = "only shown to this machine: ask 127.0.0.1 or [::1], for example through a port forward\n";
+        return Response::text(StatusCode::FORBIDDEN, text);
+    }
+    Response::stream("application/json", write)
 }
 
 fn problems(objects: &Objects, snapshot: &Snapshot) -> Value {
@@ -72,11 +83,25 @@ fn write_served(snapshot: &Snapshot, out: &mut Chunks) -> io::Result<()> {
     writeln!(out, "\n]\n}}")
 }
 
+/// What became of each policy, one at a time.
+fn write_policies(snapshot: &Snapshot, out: &mut Chunks) -> io::Result<()> {
+    write!(out, "[")?;
+    for (index, (key, status)) in snapshot.policies.iter().enumerate() {
+        let Some((kind, name)) = SecurityKind::of(key) else { continue };
+        let value = json!({
+            "kind": kind.name(), "namespace": *name.namespace, "name": *name.name, "state": status.state.label(),
+            "status": **status,
+        });
+        write!(out, "{}\n{value}", if index == 0 { "" } else { "," })?;
+    }
+    writeln!(out, "\n]")
+}
+
 fn describe(resource: &Resource) -> Value {
     let mut value = match resource.decode() {
         Some(Decoded::Workload(w)) => json!({"workload": workload(&w)}),
         Some(Decoded::Service(s)) => json!({"service": service(&s)}),
-        Some(Decoded::Authorization(a)) => json!({"authorization": format!("{a:?}")}),
+        Some(Decoded::Authorization(a)) => json!({"authorization": policy::json(&a)}),
         None => json!({"broken": true}),
     };
     value["name"] = json!(*resource.name);

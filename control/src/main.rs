@@ -1,11 +1,12 @@
 //! `control`: the control plane for clusters without istiod.
 
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
 use control::serve::Control;
-use control::settings::{Cli, Command, ServeArgs};
+use control::settings::{CheckArgs, Cli, Command, ServeArgs};
 use ztunnel::lifecycle::{Shutdown, raise_descriptor_limit};
 use ztunnel::telemetry::log::Logging;
 
@@ -13,12 +14,25 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Serve(args) => serve(*args).map(|()| ExitCode::SUCCESS),
         Command::Ca(command) => command.run(),
+        Command::Check(args) => return check(&args),
     };
     match done {
         Ok(code) => code,
         Err(error) => {
             // Each error names its own cause.
             eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn check(args: &CheckArgs) -> ExitCode {
+    let mut out = std::io::stdout().lock();
+    match control::check::check(args, &mut std::io::stdin(), &mut out).and_then(|good| out.flush().map(|()| good)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: writing the output: {error}");
             ExitCode::FAILURE
         }
     }

@@ -1,18 +1,21 @@
 //! What the control plane counts.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
+use imbl::OrdMap;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use tokio::sync::watch;
-use ztunnel::manifests::Objects;
+use ztunnel::manifests::{ObjectKey, Objects, SecurityKind};
 use ztunnel::telemetry::metrics::Metrics as Registry;
 
 use crate::ca::Ca;
-use crate::model::{Set, Snapshot};
+use crate::model::{PolicyStatus, Set, Snapshot};
+use crate::policy::State;
 
 /// Counters, shared by all parts.
 #[derive(Debug)]
@@ -28,6 +31,7 @@ pub struct Metrics {
     signed: Histogram,
     certificates_refused: ByLabel,
     handshakes_failed: ByLabel,
+    policy_statuses_unwritten: AtomicI64,
 }
 
 type ByLabel = Family<[(&'static str, &'static str); 1], Counter>;
@@ -53,6 +57,7 @@ impl Metrics {
             signed: Histogram::new([0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0]),
             certificates_refused: Family::default(),
             handshakes_failed: Family::default(),
+            policy_statuses_unwritten: AtomicI64::new(0),
         })
     }
 
@@ -102,6 +107,11 @@ impl Metrics {
 
     pub fn handshake_failed(&self, reason: &'static str) {
         self.handshakes_failed.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    /// Status files of policies that could not be written.
+    pub fn policy_statuses_unwritten(&self, count: usize) {
+        self.policy_statuses_unwritten.store(count as i64, Ordering::Relaxed);
     }
 
     /// Puts all that can be scraped into a registry.
@@ -171,6 +181,18 @@ impl Metrics {
                 samples.add(&[("kind", kind)], count as f64);
             }
         });
+        let of = snapshots.clone();
+        registry.gauges("understory_policies", "Policies by what becomes of them", move |samples| {
+            for ((kind, state), count) in policies(&of.borrow().policies) {
+                samples.add(&[("kind", kind.name()), ("state", state.label())], count as f64);
+            }
+        });
+        let of = self.clone();
+        registry.gauge(
+            "understory_policy_statuses_unwritten",
+            "Status files of policies still to be written",
+            move || read(&of.policy_statuses_unwritten),
+        );
         let (of, objects_of) = (snapshots.clone(), objects.clone());
         registry.gauges("understory_manifest_problems", "What is wrong with manifests", move |samples| {
             samples.add(&[("in", "files")], objects_of.borrow().problems().len() as f64);
@@ -201,6 +223,18 @@ impl Set {
             Self::Authorizations => "authorization",
         }
     }
+}
+
+/// How many there are of each kind in each state, none included: an alert on one must not wait for its first.
+fn policies(statuses: &OrdMap<ObjectKey, Arc<PolicyStatus>>) -> BTreeMap<(SecurityKind, State), usize> {
+    let all = SecurityKind::ALL.into_iter().flat_map(|kind| State::ALL.map(|state| ((kind, state), 0)));
+    let mut counts: BTreeMap<_, _> = all.collect();
+    for (key, status) in statuses {
+        if let Some((kind, _)) = SecurityKind::of(key) {
+            *counts.entry((kind, status.state)).or_default() += 1;
+        }
+    }
+    counts
 }
 
 fn read(gauge: &AtomicI64) -> f64 {

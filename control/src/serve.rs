@@ -25,6 +25,7 @@ use crate::certificates::{Certificates, Rules};
 use crate::limits::{Rate, Rates};
 use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
+use crate::policy_status::{self, PolicyStatusFolder};
 use crate::settings::ServeArgs;
 use crate::tls::{self, Serving};
 use crate::tokens::{KeyFile, KeyFileError, TokenSettings, Tokens};
@@ -43,6 +44,8 @@ pub enum ServeError {
     Keys(#[from] KeyFileError),
     #[error("--manifests: {0}")]
     Manifests(#[from] WatchError),
+    #[error("--policy-status-dir {}: {reason}", path.display())]
+    PolicyStatus { path: PathBuf, reason: String },
     #[error("--admin-addr: {0}")]
     Admin(#[from] BindError),
     #[error("--listen {address}: {source}")]
@@ -71,6 +74,8 @@ struct Parts {
     discovery: Discovery,
     certificates: Certificates,
     metrics: Arc<Metrics>,
+    snapshots: watch::Receiver<Snapshot>,
+    policy_statuses: Option<PolicyStatusFolder>,
     shutdown: Shutdown,
     /// Ends the watching when it is dropped.
     _watch: Watch,
@@ -85,6 +90,7 @@ impl Control {
             return Err(ServeError::LeafTtl { life: args.leaf_ttl, longest: longest_life });
         }
         let keys = KeyFile::open(&args.service_account_key)?;
+        let policy_statuses = policy_statuses(&args)?;
         let ca = Arc::new(Ca::open(CaSettings {
             dir: args.ca_dir,
             trust_domain: args.trust_domain.clone(),
@@ -153,7 +159,7 @@ impl Control {
             hush: Hush::new(LINES),
         };
         let discovery = Discovery {
-            snapshots,
+            snapshots: snapshots.clone(),
             trust,
             tokens,
             metrics: metrics.clone(),
@@ -170,6 +176,8 @@ impl Control {
             discovery,
             certificates,
             metrics,
+            snapshots,
+            policy_statuses,
             shutdown,
             _watch: watch,
         };
@@ -178,8 +186,21 @@ impl Control {
 
     /// Runs until the stop is ordered: then streams are ended in good order, and requests that are under way answered.
     pub async fn run(self) -> Result<(), ServeError> {
-        let Parts { ca, root_cert, serving, tls, listener, admin, discovery, certificates, metrics, shutdown, _watch } =
-            self.parts;
+        let Parts {
+            ca,
+            root_cert,
+            serving,
+            tls,
+            listener,
+            admin,
+            discovery,
+            certificates,
+            metrics,
+            snapshots,
+            policy_statuses,
+            shutdown,
+            _watch,
+        } = self.parts;
         tracing::info!(address = %self.address, admin = %self.admin_address, "control runs");
         let (ready, incoming) = mpsc::channel(INCOMING);
         let server = Server::builder()
@@ -198,6 +219,7 @@ impl Control {
             tokio::time::sleep(STOP_LIMIT).await;
         };
         let (admin, pages) = admin;
+        let told = policy_status::tell(snapshots, policy_statuses, metrics.clone());
         // All end with this function.
         let ended = tokio::select! {
             served = serve => match served {
@@ -209,12 +231,27 @@ impl Control {
                 tracing::warn!(limit = ?STOP_LIMIT, "connections were still open, they are cut");
                 Ok(())
             }
+            () = told => Err("what becomes of policies is no longer told".to_owned()),
             () = tls::accept(listener, tls, metrics, ready) => Err("nothing is accepted any more".to_owned()),
             () = admin.serve(pages, std::future::pending()) => Err("the admin server has ended".to_owned()),
             () = tend(&ca, &serving, root_cert.as_deref()) => Err("the authority is no longer looked after".to_owned()),
         };
         ended.map_err(|reason| ServeError::Ended { what: "serving", reason })
     }
+}
+
+/// The folder for the status of policies, which must not be one that is read: its files would be taken for others.
+fn policy_statuses(args: &ServeArgs) -> Result<Option<PolicyStatusFolder>, ServeError> {
+    let Some(path) = &args.policy_status_dir else { return Ok(None) };
+    let fail = |reason: String| ServeError::PolicyStatus { path: path.clone(), reason };
+    let folder = PolicyStatusFolder::open(path.clone()).map_err(|e| fail(format!("cannot be made: {e}")))?;
+    let real = |path: &Path| path.canonicalize().ok();
+    for (setting, other) in [("--manifests", Some(&args.manifests)), ("--status-dir", args.status_dir.as_ref())] {
+        if other.is_some_and(|other| real(other) == real(path)) {
+            return Err(fail(format!("is that of {setting}, expected a folder of its own")));
+        }
+    }
+    Ok(Some(folder))
 }
 
 /// Keeps the model up to date with the objects. Ends with their source.
@@ -348,3 +385,38 @@ const LOOK: Duration = Duration::from_secs(2);
 const GATHER: Duration = Duration::from_millis(200);
 const ENDS_SOON: Duration = Duration::from_secs(30 * 86400);
 const WARN_AGAIN: Duration = Duration::from_secs(86400);
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::settings::{Cli, Command};
+
+    #[test]
+    fn the_status_of_policies_is_not_written_among_what_is_read() {
+        let dir = std::env::temp_dir().join(format!("understory-serve-{}", std::process::id()));
+        let sub = |name: &str| dir.join(name).display().to_string();
+        for name in ["manifests", "status"] {
+            std::fs::create_dir_all(dir.join(name)).unwrap();
+        }
+        let with = |policies: &str| {
+            let (manifests, status, policies) = (sub("manifests"), sub("status"), sub(policies));
+            let args = ["control", "serve", "--manifests", &manifests, "--status-dir", &status, "--policy-status-dir"];
+            let args = args.into_iter().chain([policies.as_str(), "--ca-dir", "/x", "--service-account-key", "/x"]);
+            match Cli::try_parse_from(args).unwrap().command {
+                Command::Serve(args) => policy_statuses(&args).map_err(|e| e.to_string()),
+                Command::Check(_) | Command::Ca(_) => unreachable!("serve was asked for"),
+            }
+        };
+        for (folder, setting) in
+            [("manifests", "--manifests"), ("status/../manifests", "--manifests"), ("status", "--status-dir")]
+        {
+            let error = with(folder).unwrap_err();
+            assert!(error.contains("--policy-status-dir") && error.contains(setting), "{error}");
+        }
+        assert!(with("policies").unwrap().is_some());
+        assert!(dir.join("policies").is_dir());
+        std::fs::remove_dir_all(dir).unwrap();
+    }
+}

@@ -27,6 +27,49 @@ pub enum Command {
     /// Looks at the certificate authority, and rotates its root
     #[command(subcommand)]
     Ca(CaCommand),
+    /// Says what policies in manifests mean, and what of them needs a waypoint, without a cluster
+    ///
+    /// Exit code: 0 if all is enforced at least as strictly as it is written, 1 if something is not understood, ignored
+    /// or cannot be read, 2 for wrong arguments.
+    Check(CheckArgs),
+}
+
+/// Flags of `control check`.
+#[derive(Debug, Clone, Args)]
+pub struct CheckArgs {
+    /// Files of manifests; folders, of which all *.yaml, *.yml and *.json count; or - for the standard input.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Shape of the output.
+    #[arg(long, value_name = "OUTPUT", value_enum, default_value = "text")]
+    pub output: CheckOutput,
+    /// The root namespace: policies in it are for the whole mesh.
+    #[arg(
+        long,
+        env = "ROOT_NAMESPACE",
+        value_name = "ROOT_NAMESPACE",
+        default_value = "understory-system",
+        value_parser = hostname
+    )]
+    pub root_namespace: String,
+    /// Trust domain of the mesh's identities.
+    #[arg(
+        long,
+        env = "TRUST_DOMAIN",
+        value_name = "TRUST_DOMAIN",
+        default_value = "cluster.local",
+        value_parser = trust_domain
+    )]
+    pub trust_domain: TrustDomain,
+    /// Exit with 1 also if a policy is stricter or broader than written, or has no effect.
+    #[arg(long)]
+    pub strict: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum CheckOutput {
+    Text,
+    Json,
 }
 
 /// Flags and environment of `control serve`.
@@ -39,6 +82,10 @@ pub struct ServeArgs {
     /// annotations say.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR")]
     pub status_dir: Option<PathBuf>,
+    /// Folder that the status of each policy is written to, made if missing; neither of the two others. Default: none,
+    /// then it is told by the log, the metrics and the admin page alone.
+    #[arg(long, env = "POLICY_STATUS_DIR", value_name = "POLICY_STATUS_DIR")]
+    pub policy_status_dir: Option<PathBuf>,
     /// Where discovery and certificates are served, over TLS (IPv4 too; IPv4 only where there is no IPv6).
     #[arg(long, env = "LISTEN", value_name = "LISTEN", default_value = "[::]:15012", value_parser = socket_address)]
     pub listen: SocketAddr,
@@ -256,7 +303,8 @@ mod tests {
     const REQUIRED: [&str; 8] =
         ["control", "serve", "--manifests", "/tmp", "--ca-dir", "/tmp/ca", "--service-account-key", "/tmp/key"];
 
-    fn serve<'a>(args: impl IntoIterator<Item = &'a str>) -> ServeArgs {
+    fn serve(extra: &[&'static str]) -> ServeArgs {
+        let args = REQUIRED.iter().copied().chain(extra.iter().copied());
         match Cli::try_parse_from(args).unwrap().command {
             Command::Serve(args) => *args,
             other => panic!("{other:?}"),
@@ -265,7 +313,7 @@ mod tests {
 
     #[test]
     fn the_defaults_are_those_of_the_documents() {
-        let args = serve(REQUIRED);
+        let args = serve(&[]);
         assert_eq!(args.listen, "[::]:15012".parse().unwrap());
         assert_eq!(args.admin_addr, "[::]:15014".parse().unwrap());
         assert_eq!(args.server_name, ["control.understory-system.svc"]);
@@ -319,7 +367,7 @@ mod tests {
 
     #[test]
     fn times_and_lists_are_read() {
-        let with = |extra: &[&'static str]| serve(REQUIRED.iter().copied().chain(extra.iter().copied()));
+        let with = serve;
         assert_eq!(with(&["--leaf-ttl", "600"]).leaf_ttl, Duration::from_secs(600));
         assert_eq!(with(&["--leaf-ttl=90m"]).leaf_ttl, Duration::from_secs(5400));
         assert_eq!(with(&["--server-name", "a.b,10.0.0.1,fd00::1"]).server_name, ["a.b", "10.0.0.1", "fd00::1"]);

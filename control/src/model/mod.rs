@@ -21,9 +21,10 @@ use ztunnel::identity::TrustDomain;
 use ztunnel::manifests::{Changes, ObjectKey, ObjectName, Objects};
 
 pub use pod::{is_terminal, service_account};
-pub use policies::PolicyStatus;
+pub use policies::{PolicyStatus, is_enrolled};
 pub use snapshot::{Change, Decoded, Feature, Kind, Resolved, Resource, Set, Snapshot};
 
+use crate::policy::MeshNames;
 use policies::Policies;
 
 /// What the model must know beside the objects.
@@ -84,8 +85,12 @@ type Problems = Vec<String>;
 
 impl Model {
     pub fn new(settings: ModelSettings) -> Self {
+        let mesh = MeshNames {
+            root_namespace: settings.root_namespace.clone(),
+            trust_domain: settings.trust_domain.to_string(),
+        };
         Self {
-            policies: Policies::new(&settings.root_namespace),
+            policies: Policies::new(mesh),
             settings,
             objects: Arc::default(),
             network: "".into(),

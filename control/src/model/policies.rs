@@ -1,13 +1,13 @@
 //! The policies of a cluster: their resources, their names in the records of pods, what became of each. A change works
 //! out again what it concerns.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::Serialize;
 use ztunnel::manifests::{Changes, ObjectKey, ObjectName, Objects, SecurityPolicy};
 
 use super::Resource;
-use crate::policy::{self, Condition, PeerAuthentications, State, Target, Translation};
+use crate::policy::{self, Condition, MeshNames, PeerAuthentications, State, Target, Translation};
 
 /// What became of a policy, as it is told.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -27,11 +27,16 @@ pub struct PolicyStatus {
 
 #[derive(Debug)]
 pub(super) struct Policies {
-    root: String,
+    mesh: MeshNames,
     peers: PeerAuthentications,
-    /// Policies that pods name, by namespace and name.
+    /// Policies that pods name.
     selecting: BTreeMap<ObjectName, Target>,
+    /// The same by their namespace and one of the labels that they want: who has it not is not selected.
+    by_label: HashMap<Label, BTreeSet<ObjectName>>,
 }
+
+/// Namespace of the policy, key and value.
+type Label = (String, String, String);
 
 /// What follows from a change.
 #[derive(Debug, Default)]
@@ -44,20 +49,22 @@ pub(super) struct Update {
 }
 
 impl Policies {
-    pub fn new(root: &str) -> Self {
-        Self { root: root.to_owned(), peers: PeerAuthentications::new(root), selecting: BTreeMap::new() }
+    pub fn new(mesh: MeshNames) -> Self {
+        let peers = PeerAuthentications::new(&mesh.root_namespace);
+        Self { mesh, peers, selecting: BTreeMap::new(), by_label: HashMap::new() }
     }
 
     /// Names of the policies that a pod's record must name, in order.
     pub fn of_pod(&self, namespace: &str, labels: &BTreeMap<String, String>) -> Vec<String> {
-        let in_namespace = |namespace: &str| {
-            let from = ObjectName::new(namespace, "");
-            let wanted = from.namespace.clone();
-            self.selecting.range(from..).take_while(move |(name, _)| name.namespace == wanted)
-        };
-        let root = (namespace != self.root).then(|| in_namespace(&self.root)).into_iter().flatten();
-        let selecting = in_namespace(namespace).chain(root).filter(|(_, target)| target.selects(namespace, labels));
-        let mut names: Vec<String> = selecting.map(|(name, _)| name.to_string()).collect();
+        let root = self.mesh.root_namespace.as_str();
+        let mut names = Vec::new();
+        for of in [Some(namespace), (namespace != root).then_some(root)].into_iter().flatten() {
+            for (key, value) in labels {
+                let candidates = self.by_label.get(&(of.to_owned(), key.clone(), value.clone()));
+                let selects = |name: &&ObjectName| self.selecting[*name].selects(namespace, labels);
+                names.extend(candidates.into_iter().flatten().filter(selects).map(ToString::to_string));
+            }
+        }
         names.sort_unstable();
         names.extend(self.peers.policies_of(namespace, labels));
         names
@@ -84,15 +91,24 @@ impl Policies {
     fn take(&mut self, name: &ObjectName, newer: &Objects, update: &mut Update) {
         let key = ObjectKey::AuthorizationPolicy(name.clone());
         let before = self.selecting.remove(name);
+        if let Some(label) = before.as_ref().and_then(label_of)
+            && let Some(names) = self.by_label.get_mut(&label)
+        {
+            names.remove(name);
+            if names.is_empty() {
+                self.by_label.remove(&label);
+            }
+        }
         let Some(object) = newer.authorization_policies.get(name) else {
             update.targets.extend(before);
             update.resources.push((name.to_string(), None));
             update.statuses.push((key, None));
             return;
         };
-        let translation = policy::authorization_policy(&self.root, object);
-        if translation.resource.is_some() && !translation.target.labels.is_empty() {
+        let translation = policy::authorization_policy(&self.mesh, object);
+        if let (Some(_), Some(label)) = (&translation.resource, label_of(&translation.target)) {
             self.selecting.insert(name.clone(), translation.target.clone());
+            self.by_label.entry(label).or_default().insert(name.clone());
         }
         let now = self.selecting.get(name);
         if before.as_ref() != now {
@@ -117,7 +133,7 @@ impl Policies {
             }
         }
         let concerned: BTreeSet<_> = changes.peer_authentications.iter().map(|name| &*name.namespace).collect();
-        let all = relabelled || concerned.contains(&*self.root);
+        let all = relabelled || concerned.contains(&*self.mesh.root_namespace);
         for name in self.peers.names().filter(|name| all || concerned.contains(&*name.namespace)) {
             let Some(translation) = self.peers.translate(name) else { continue };
             let resource = translation.resource.as_ref().map(Resource::authorization);
@@ -135,7 +151,7 @@ impl Policies {
         let mut conditions = outcome.conditions();
         let namespace = &translation.target.namespace;
         // What has no namespace of its own to look at is left out, as is what is not enforced by node proxies.
-        if *namespace != self.root && !matches!(outcome.state, State::Waypoint | State::Unsupported) {
+        if *namespace != self.mesh.root_namespace && !matches!(outcome.state, State::Waypoint | State::Unsupported) {
             conditions.push(policy::enrolment(namespace, is_enrolled(objects, namespace)));
         }
         PolicyStatus {
@@ -148,8 +164,14 @@ impl Policies {
     }
 }
 
+/// One of the labels that a policy wants, if it wants any.
+fn label_of(target: &Target) -> Option<Label> {
+    let (key, value) = target.labels.first_key_value()?;
+    Some((target.namespace.clone(), key.clone(), value.clone()))
+}
+
 /// Whether the pods of a namespace are in the mesh by its label.
-fn is_enrolled(objects: &Objects, namespace: &str) -> bool {
+pub fn is_enrolled(objects: &Objects, namespace: &str) -> bool {
     let labels = objects.namespace(namespace).and_then(|n| n.metadata.labels.as_ref());
     labels.and_then(|l| l.get("istio.io/dataplane-mode")).is_some_and(|mode| mode == "ambient")
 }

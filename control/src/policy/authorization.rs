@@ -5,17 +5,18 @@
 
 use ztunnel::manifests::{FieldPath, SecurityPolicy};
 use ztunnel::proto::security as wire;
+use ztunnel::proto::security::string_match::MatchType;
 
 use super::describe::{no_rules_meaning, rule_meaning};
 use super::read::{FindingKind, Findings, Node};
 use super::status::{Outcome, State};
-use super::{Target, Translation, name_of, selector, spec_of, values};
+use super::{MeshNames, Target, Translation, name_of, selector, spec_of, values};
 
-/// Translates a policy. `root`: the namespace whose policies are for the whole mesh.
-pub fn authorization_policy(root: &str, policy: &SecurityPolicy) -> Translation {
+/// Translates a policy.
+pub fn authorization_policy(mesh: &MeshNames, policy: &SecurityPolicy) -> Translation {
     let (name, namespace) = name_of(&policy.metadata);
     let mut out = Findings::default();
-    let everywhere = namespace == root;
+    let everywhere = namespace == mesh.root_namespace;
     let mut target = Target { everywhere, namespace: namespace.to_owned(), labels: Default::default() };
     let dry_run = dry_run(policy, &mut out);
     let mut wire = wire::Authorization {
@@ -43,7 +44,7 @@ pub fn authorization_policy(root: &str, policy: &SecurityPolicy) -> Translation 
     {
         out.invalid(refs, "cannot be set together with selector");
     } else if let Some(Ok(_)) = targets {
-        return for_waypoint(&spec, action, target, out);
+        return for_waypoint(mesh, &spec, action, target, out);
     }
     if let Some(provider) = spec.get("provider") {
         out.invalid(&provider.path, "only has a meaning with action CUSTOM");
@@ -59,7 +60,7 @@ pub fn authorization_policy(root: &str, policy: &SecurityPolicy) -> Translation 
     let written = rules.len();
     wire.action = action.wire().into();
     wire.scope = target.scope().into();
-    let mut translator = Rules { action, namespace, out };
+    let mut translator = Rules { mesh, action, namespace, out };
     let mut meaning = Vec::new();
     for (index, rule) in rules.iter().enumerate() {
         let Some(rule) = translator.rule(rule) else { continue };
@@ -163,10 +164,16 @@ fn targets(spec: &Node<'_>, out: &mut Findings) -> Option<Result<FieldPath, ()>>
 }
 
 /// Not for node proxies. It is read all the same, so that its author hears of what is wrong.
-fn for_waypoint(spec: &Node<'_>, action: Option<Action>, target: Target, mut out: Findings) -> Translation {
+fn for_waypoint(
+    mesh: &MeshNames,
+    spec: &Node<'_>,
+    action: Option<Action>,
+    target: Target,
+    mut out: Findings,
+) -> Translation {
     let rules = spec.get("rules").and_then(|rules| rules.items(&mut out)).unwrap_or_default();
     let namespace = target.namespace.clone();
-    let mut translator = Rules { action: action.unwrap_or(Action::Deny), namespace: &namespace, out };
+    let mut translator = Rules { mesh, action: action.unwrap_or(Action::Deny), namespace: &namespace, out };
     for rule in &rules {
         translator.rule(rule);
     }
@@ -191,6 +198,7 @@ fn dry_run(policy: &SecurityPolicy, out: &mut Findings) -> bool {
 }
 
 struct Rules<'a> {
+    mesh: &'a MeshNames,
     action: Action,
     namespace: &'a str,
     out: Findings,
@@ -294,8 +302,8 @@ impl Rules<'_> {
                 }
             }
         }
-        self.note_never(&source, "principals", &found.principals, |p| !is_identity(p), "no peer has such an identity");
-        self.note_never(&source, "namespaces", &found.namespaces, values::is_no_name, "no namespace has such a name");
+        self.note_principals(&source, "principals", &found.principals);
+        self.note_namespaces(&source, "namespaces", &found.namespaces);
         found
     }
 
@@ -375,8 +383,8 @@ impl Rules<'_> {
             }
             other => self.out.invalid(&key.path, format!("unknown key {other:?}")),
         }
-        self.note_never(condition, "values", &found.principals, |p| !is_identity(p), "no peer has such an identity");
-        self.note_never(condition, "values", &found.namespaces, values::is_no_name, "no namespace has such a name");
+        self.note_principals(condition, "values", &found.principals);
+        self.note_namespaces(condition, "values", &found.namespaces);
         (found != wire::Match::default()).then(|| wire::Clause { matches: vec![found] })
     }
 
@@ -399,21 +407,32 @@ impl Rules<'_> {
         found
     }
 
-    /// Notes values that no peer can ever have: perhaps a slip of the pen.
-    fn note_never(
-        &mut self,
-        of: &Node<'_>,
-        name: &str,
-        values: &[wire::StringMatch],
-        never: fn(&str) -> bool,
-        text: &str,
-    ) {
+    /// Notes identities that no peer can have, or none of this mesh: perhaps a slip of the pen.
+    fn note_principals(&mut self, of: &Node<'_>, name: &str, values: &[wire::StringMatch]) {
         for (index, value) in values.iter().enumerate() {
-            if let Some(wire::string_match::MatchType::Exact(exact)) = &value.match_type
-                && never(exact)
+            let text = match &value.match_type {
+                Some(MatchType::Exact(text)) if !is_identity(text) => {
+                    format!("{text:?}: no peer has such an identity, this never matches")
+                }
+                Some(MatchType::Exact(text) | MatchType::Prefix(text)) => match text.split_once('/') {
+                    Some((domain, _)) if domain != self.mesh.trust_domain => {
+                        format!("{text:?} is of another trust domain than the mesh, {}", self.mesh.trust_domain)
+                    }
+                    _ => continue,
+                },
+                Some(MatchType::Suffix(_) | MatchType::Presence(())) | None => continue,
+            };
+            self.out.add(&of.path.field(name).item(index), FindingKind::Note, text);
+        }
+    }
+
+    fn note_namespaces(&mut self, of: &Node<'_>, name: &str, values: &[wire::StringMatch]) {
+        for (index, value) in values.iter().enumerate() {
+            if let Some(MatchType::Exact(text)) = &value.match_type
+                && values::is_no_name(text)
             {
-                let path = of.path.field(name).item(index);
-                self.out.add(&path, FindingKind::Note, format!("{exact:?}: {text}, this never matches"));
+                let text = format!("{text:?}: no namespace has such a name, this never matches");
+                self.out.add(&of.path.field(name).item(index), FindingKind::Note, text);
             }
         }
     }

@@ -27,6 +27,14 @@ pub use status::{Condition, Outcome, State, enrolment};
 
 use read::{Findings, Node};
 
+/// What a policy's meaning depends on beside itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MeshNames {
+    /// The namespace whose policies are for the whole mesh.
+    pub root_namespace: String,
+    pub trust_domain: String,
+}
+
 /// What became of a policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Translation {

@@ -22,8 +22,12 @@ pub(crate) fn with_metadata(path: &str, metadata: Value, spec: Value) -> Securit
     SecurityPolicy { metadata: serde_json::from_value(full).unwrap(), spec: Ok(spec) }
 }
 
+pub(crate) fn mesh() -> MeshNames {
+    MeshNames { root_namespace: "root".into(), trust_domain: "cluster.local".into() }
+}
+
 fn translate(path: &str, spec: Value) -> Translation {
-    authorization_policy("root", &object(path, spec))
+    authorization_policy(&mesh(), &object(path, spec))
 }
 
 /// Action, scope and rules, as JSON.
@@ -103,7 +107,7 @@ fn form_follows_selector_namespace_action_and_annotation() {
     ] {
         let metadata = json!({"annotations": {"istio.io/dry-run": value}});
         let translation =
-            authorization_policy("root", &with_metadata("shop/p", metadata, spec(json!({"action": "DENY"}))));
+            authorization_policy(&mesh(), &with_metadata("shop/p", metadata, spec(json!({"action": "DENY"}))));
         assert_eq!((translation.resource.unwrap().dry_run, translation.outcome.state), (dry_run, state), "{value}");
     }
 }
@@ -339,14 +343,14 @@ fn a_policy_that_is_not_understood_denies_where_it_would_apply() {
         assert!(accepted.message.contains(path), "{}", accepted.message);
     }
     let unreadable = SecurityPolicy::stand_in(&ObjectName::new("root", "p"), "a bad document");
-    let translation = authorization_policy("root", &unreadable);
+    let translation = authorization_policy(&mesh(), &unreadable);
     assert_eq!((sent(&translation), translation.outcome.state), (all("GLOBAL"), State::Invalid));
     assert!(translation.outcome.message().contains("a bad document"));
     // What never decides does not start to.
     let audit = translate("shop/p", json!({"action": "AUDIT", "selector": []}));
     assert_eq!(sent(&audit).unwrap().0, "AUDIT");
     let metadata = json!({"annotations": {"istio.io/dry-run": "true"}});
-    let dry = authorization_policy("root", &with_metadata("shop/p", metadata, json!({"action": "x"})));
+    let dry = authorization_policy(&mesh(), &with_metadata("shop/p", metadata, json!({"action": "x"})));
     assert!(dry.resource.unwrap().dry_run);
     // For a waypoint to refuse.
     let at_waypoint =
@@ -358,6 +362,8 @@ fn a_policy_that_is_not_understood_denies_where_it_would_apply() {
 fn what_can_never_match_is_pointed_out() {
     for (source, noted) in [
         (json!({"principals": ["cluster.local/sa/x"]}), "spec.rules[0].from[0].source.principals[0]"),
+        (json!({"principals": ["*", "other/ns/a/sa/b"]}), "spec.rules[0].from[0].source.principals[1]"),
+        (json!({"principals": ["other/*"]}), "spec.rules[0].from[0].source.principals[0]"),
         (json!({"namespaces": ["Shop"]}), "spec.rules[0].from[0].source.namespaces[0]"),
         (json!({"namespaces": ["a"], "principals": []}), "spec.rules[0].from[0].source.principals"),
     ] {

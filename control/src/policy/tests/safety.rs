@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use ztunnel::proto::security as wire;
 use ztunnel::proto::security::string_match::MatchType;
 
-use super::{object, rules_of};
+use super::{mesh, object, rules_of};
 use crate::policy::{State, authorization_policy};
 
 #[derive(Debug, Clone, Copy)]
@@ -44,9 +44,9 @@ proptest! {
         for connection in connections().into_iter().cycle().skip(seed).take(12) {
             let written = or(rules.iter().map(|r| says_rule(r, connection)));
             let spec = |action: &str| json!({"action": action, "rules": rules});
-            let deny = authorization_policy("root", &object("a/p", spec("DENY")));
+            let deny = authorization_policy(&mesh(), &object("a/p", spec("DENY")));
             prop_assert_eq!(matches(rules_of(&deny), connection), written != Some(false), "DENY {:?}", connection);
-            let allow = authorization_policy("root", &object("a/p", spec("ALLOW")));
+            let allow = authorization_policy(&mesh(), &object("a/p", spec("ALLOW")));
             let allowed = matches(rules_of(&allow), connection);
             prop_assert!(!allowed || written == Some(true), "ALLOW {:?}", connection);
             if allow.outcome.state == State::Enforced {

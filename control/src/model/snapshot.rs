@@ -52,6 +52,8 @@ pub struct Resource {
     pub services: Box<[Arc<str>]>,
     /// The node that a workload is on.
     pub node: Option<Arc<str>>,
+    /// A policy that applies only to the workloads that name it.
+    pub is_selective: bool,
 }
 
 /// What not every proxy knows, and what those get that do not.
@@ -100,6 +102,13 @@ pub struct Resolved {
 pub enum Change<'a> {
     Put { old: Option<&'a Arc<Resource>>, new: &'a Arc<Resource> },
     Gone(&'a Arc<Resource>),
+}
+
+impl Change<'_> {
+    /// A policy that applied to whoever it is for without being named, and now must be named.
+    pub fn is_narrowing(&self) -> bool {
+        matches!(self, Self::Put { old: Some(old), new } if new.is_selective && !old.is_selective)
+    }
 }
 
 impl Snapshot {
@@ -264,7 +273,8 @@ impl Resource {
             Plain { unless, body: nothing.encode_to_vec().into() }
         });
         let name = format!("{}/{}", value.namespace, value.name);
-        Self { plain, ..Self::encode(name.into(), Kind::Authorization, value) }
+        let is_selective = value.scope() == security::Scope::WorkloadSelector;
+        Self { plain, is_selective, ..Self::encode(name.into(), Kind::Authorization, value) }
     }
 
     /// The resource as the wire wants it in a set. `aliases`: whether to tell under which further names it is found.
@@ -319,7 +329,17 @@ impl Resource {
     fn encode(name: Arc<str>, kind: Kind, message: &impl Message) -> Self {
         let body = message.encode_to_vec().into_boxed_slice();
         let version = content_hash(&body);
-        Self { name, kind, version, body, plain: None, aliases: Box::default(), services: Box::default(), node: None }
+        Self {
+            name,
+            kind,
+            version,
+            body,
+            plain: None,
+            aliases: Box::default(),
+            services: Box::default(),
+            node: None,
+            is_selective: false,
+        }
     }
 }
 

@@ -204,9 +204,9 @@ impl Session {
     /// Sends an answer in messages of bounded size, each made only when there is room for it; removals go last.
     async fn send_all(&mut self, proxy: &Proxy, set: Set, answer: Answer) -> Result<(), End> {
         let url = || set.type_url().to_owned();
-        let Answer { resources, removed, aliases } = answer;
+        let Answer { resources, narrowed, removed, aliases } = answer;
         let (mut part, mut size) = (Vec::new(), 0);
-        for resource in resources {
+        for resource in resources.into_iter().chain(narrowed) {
             let len = resource.wire_len();
             if size + len > MAX_MESSAGE && !part.is_empty() {
                 self.respond(proxy, set.label(), url(), std::mem::take(&mut part), Vec::new(), true).await?;
@@ -256,19 +256,20 @@ impl Session {
     }
 }
 
-/// Policies come before the records that name them, and go after: a named policy that a proxy does not know denies.
+/// Policies come before the records that name them, and go after: a named policy that a proxy does not know denies. One
+/// that has to be named from now on changes after the records that do: in between it would apply to nobody.
 pub(super) fn in_order(answers: Vec<(Set, Answer)>) -> Vec<(Set, Answer)> {
     let (mut first, mut then, mut last) = (Vec::new(), Vec::new(), Vec::new());
     for (set, answer) in answers {
         match set {
             Set::Addresses | Set::Workloads => then.push((set, answer)),
             Set::Authorizations => {
-                let Answer { resources, removed, aliases } = answer;
+                let Answer { resources, narrowed, removed, aliases } = answer;
                 if !resources.is_empty() {
-                    first.push((set, Answer { resources, removed: Vec::new(), aliases }));
+                    first.push((set, Answer { resources, aliases, ..Answer::default() }));
                 }
-                if !removed.is_empty() {
-                    last.push((set, Answer { resources: Vec::new(), removed, aliases }));
+                if !narrowed.is_empty() || !removed.is_empty() {
+                    last.push((set, Answer { narrowed, removed, aliases, ..Answer::default() }));
                 }
             }
         }

@@ -42,6 +42,8 @@ struct Demand {
 #[derive(Debug, Default)]
 pub(super) struct Answer {
     pub resources: Vec<Arc<Resource>>,
+    /// Policies that apply only to who names them from now on: to be told after the records that do, as removals are.
+    pub narrowed: Vec<Arc<Resource>>,
     pub removed: Vec<String>,
     /// Whether to tell the further names of resources: only who asks for names has a use for them.
     pub aliases: bool,
@@ -118,7 +120,9 @@ impl Subscription {
             Mode::Wildcard => {
                 let mut answer = Answer::default();
                 for change in changes {
+                    let is_narrowing = change.is_narrowing();
                     match change {
+                        Change::Put { new, .. } if is_narrowing => answer.narrowed.push(new.clone()),
                         Change::Put { new, .. } => answer.resources.push(new.clone()),
                         Change::Gone(old) => answer.removed.push(old.name.to_string()),
                     }
@@ -127,7 +131,8 @@ impl Subscription {
             }
             Mode::Demand(demand) => demand.follow(self.set, &self.names, newer, changes),
         };
-        (!answer.resources.is_empty() || !answer.removed.is_empty()).then_some(answer)
+        let is_empty = answer.resources.is_empty() && answer.narrowed.is_empty() && answer.removed.is_empty();
+        (!is_empty).then_some(answer)
     }
 
     fn add_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) -> Result<(), TooMuch> {
@@ -147,7 +152,8 @@ impl Subscription {
     fn compare_all<'a>(&self, has: impl Fn(&str) -> Option<u64>, names: impl Iterator<Item = &'a str>) -> Answer {
         let fresh = self.seen.all(self.set).filter(|r| has(&r.name) != Some(r.version));
         let gone = names.filter(|name| self.seen.get(self.set, name).is_none());
-        Answer { resources: fresh.cloned().collect(), removed: gone.map(str::to_owned).collect(), aliases: false }
+        let removed = gone.map(str::to_owned).collect();
+        Answer { resources: fresh.cloned().collect(), removed, ..Answer::default() }
     }
 
     fn open_demand(&mut self, node: &str, versions: &HashMap<&str, u64>) -> Answer {
@@ -185,7 +191,7 @@ impl Subscription {
             }
         }
         self.mode = Mode::Demand(demand);
-        Answer { resources, removed, aliases: true }
+        Answer { resources, removed, aliases: true, ..Answer::default() }
     }
 
     /// Answers names that were just asked for, known or not, told before or not.
@@ -214,7 +220,7 @@ impl Subscription {
         if let Mode::Demand(demand) = &mut self.mode {
             demand.held.extend(resources.iter().map(|r| (r.name.clone(), r.version)));
         }
-        Answer { resources, removed, aliases: true }
+        Answer { resources, removed, aliases: true, ..Answer::default() }
     }
 
     /// `*` in the midst of a stream: all that the peer has not yet, or all again.
@@ -263,7 +269,9 @@ impl Demand {
         let mut removed = Vec::new();
         // Names of resources that changed or went: perhaps they stand for nothing now.
         let mut doubtful: HashSet<Arc<str>> = HashSet::new();
+        let mut narrowed: HashSet<Arc<str>> = HashSet::new();
         for change in changes {
+            let is_narrowing = change.is_narrowing();
             match change {
                 Change::Put { old, new } => {
                     if let Some(old) = old {
@@ -274,6 +282,9 @@ impl Demand {
                         continue;
                     }
                     told.insert(new.name.clone(), new.clone());
+                    if is_narrowing {
+                        narrowed.insert(new.name.clone());
+                    }
                     if wanted {
                         self.want_endpoints(new, newer, &mut told);
                     }
@@ -301,7 +312,8 @@ impl Demand {
             }
         }
         self.held.extend(told.values().map(|r| (r.name.clone(), r.version)));
-        Answer { resources: told.into_values().collect(), removed, aliases: true }
+        let (narrowed, resources) = told.into_values().partition(|r| narrowed.contains(&r.name));
+        Answer { resources, narrowed, removed, aliases: true }
     }
 }
 

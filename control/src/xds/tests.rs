@@ -23,7 +23,7 @@ struct Peer {
 
 impl Peer {
     fn take(&mut self, answer: &Answer) {
-        for resource in &answer.resources {
+        for resource in answer.resources.iter().chain(&answer.narrowed) {
             let wire = resource.to_wire(Set::Addresses, answer.aliases, |_| true);
             assert_eq!(wire.aliases.is_empty(), !answer.aliases || resource.aliases.is_empty());
             self.answers.extend(wire.aliases.into_iter().map(|alias| (alias, true)));
@@ -197,7 +197,7 @@ fn policies(answer: &Answer, knows: &[Feature]) -> Vec<security::Authorization> 
     let wire =
         |r: &std::sync::Arc<crate::model::Resource>| r.to_wire(Set::Authorizations, false, |f| knows.contains(&f));
     let decode = |r| security::Authorization::decode(&*wire(r).resource.unwrap().value).unwrap();
-    answer.resources.iter().map(decode).collect()
+    answer.resources.iter().chain(&answer.narrowed).map(decode).collect()
 }
 
 #[test]
@@ -233,6 +233,18 @@ fn a_changed_policy_reaches_every_stream_that_it_concerns_policies_before_record
             answers.iter().map(|(set, a)| (*set, told(a))).collect::<Vec<_>>(),
             [(Set::Authorizations, (vec!["p"], vec![]))]
         );
+
+        // For the whole namespace: first the policy.
+        cluster.put(policy("AuthorizationPolicy", "shop/p", json!({"rules": [{}]})));
+        let answers = push(&mut cluster);
+        let order: Vec<_> = answers.iter().map(|(set, answer)| (*set, told(answer))).collect();
+        assert_eq!(order, [(Set::Authorizations, (vec!["p"], vec![])), records.clone()], "on demand: {on_demand}");
+        // And again for some pods alone: they name it before it needs that, or it would apply to nobody meanwhile.
+        cluster.put(policy("AuthorizationPolicy", "shop/p", of_app("ALLOW")));
+        let answers = push(&mut cluster);
+        let order: Vec<_> = answers.iter().map(|(set, answer)| (*set, told(answer))).collect();
+        assert_eq!(order, [records.clone(), (Set::Authorizations, (vec!["p"], vec![]))], "on demand: {on_demand}");
+        assert_eq!(policies(&answers[1].1, &[])[0].scope(), security::Scope::WorkloadSelector);
 
         // It goes: first out of the records.
         cluster.objects.authorization_policies.clear();
@@ -423,7 +435,8 @@ fn open_at(
 
 /// Last parts of the names of resources, and removed names, in order.
 fn told(answer: &Answer) -> (Vec<&str>, Vec<&str>) {
-    let resources = answer.resources.iter().map(|r| r.name.rsplit('/').next().unwrap_or(&r.name)).collect();
+    let resources =
+        answer.resources.iter().chain(&answer.narrowed).map(|r| r.name.rsplit('/').next().unwrap_or(&r.name)).collect();
     let mut removed: Vec<&str> = answer.removed.iter().map(String::as_str).collect();
     removed.sort_unstable();
     (resources, removed)

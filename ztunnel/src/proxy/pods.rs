@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use crate::capture::netns::tests::fresh;
     use crate::discovery::{Discovery, DiscoverySettings};
-    use crate::identity::{CaClient, CaClientSettings, ControlPlane, RootSource, Store, StoreSettings};
+    use crate::identity::{CaClient, CaClientSettings, ControlPlane, RootSource, Store, StoreSettings, Trust};
     use crate::lifecycle::{Shutdown, Watchdog};
     use crate::mesh::Mesh;
     use crate::proxy::config::ProxyArgs;
@@ -152,8 +152,9 @@ mod tests {
         };
         let mesh = Mesh::new("n1", "Kubernetes");
         let discovery = Discovery::start(control_plane.clone(), DiscoverySettings::default(), mesh.clone());
-        let authority = CaClient::new(control_plane, CaClientSettings::default(), Arc::default());
-        let store = Store::start(Arc::new(authority), StoreSettings::default());
+        let trust = Trust::new(config.trust.settings(&config.mesh.trust_domain));
+        let authority = CaClient::new(control_plane, CaClientSettings::default(), trust.clone());
+        let store = Store::start(Arc::new(authority), trust, StoreSettings::default());
         let (series, idle) = (config.telemetry.series_max as usize, config.telemetry.series_idle);
         let telemetry = Telemetry::new(&Metrics::new(), series, idle);
         let shared = Shared::new(config, mesh, discovery, store, telemetry, Shutdown::new());

@@ -72,10 +72,13 @@ pub struct Issued {
     pub not_after: SystemTime,
 }
 
-/// The roots in force at one time, in whatever order.
+/// The roots in force at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bundle {
+    /// The one that signs first.
     roots: Vec<CertificateDer<'static>>,
+    /// All of them, in whatever order.
+    set: String,
     version: String,
 }
 
@@ -169,15 +172,17 @@ impl Ca {
         self.complain(&mut looked, written);
         let changes = Changes {
             signer: !fresh.authority.is_same_as(&held.authority),
-            roots: fresh.bundle.version() != held.bundle.version(),
+            roots: fresh.bundle.set != held.bundle.set,
             problem: looked.problem.clone(),
         };
         let bundle = fresh.bundle.clone();
         // First what is handed out, then what is announced.
         self.in_force.store(Arc::new(fresh));
-        if changes.roots {
-            self.bundles.send_replace(bundle);
-        }
+        self.bundles.send_if_modified(|announced| {
+            let is_new = announced.version() != bundle.version();
+            *announced = bundle;
+            is_new
+        });
         events.iter().for_each(Event::log);
         changes
     }
@@ -281,19 +286,33 @@ impl CaSettings {
 }
 
 impl Bundle {
-    fn new(roots: &[CertificateDer<'static>]) -> Self {
-        let mut hash = aws_lc_rs::digest::Context::new(&aws_lc_rs::digest::SHA256);
+    /// `signs` leads to the certificate that signs; it is one of the roots.
+    fn new(signs: CertificateDer<'static>, others: impl Iterator<Item = CertificateDer<'static>>) -> Self {
+        let roots: Vec<_> = std::iter::once(signs).chain(others).collect();
         let mut sorted: Vec<_> = roots.iter().collect();
         sorted.sort_unstable_by(|a, b| a.as_ref().cmp(b.as_ref()));
-        sorted.iter().for_each(|root| hash.update(root));
-        Self { roots: roots.to_vec(), version: cert::hex(&hash.finish().as_ref()[..8]) }
+        let digest = |roots: &mut dyn Iterator<Item = &CertificateDer<'static>>| {
+            let mut hash = aws_lc_rs::digest::Context::new(&aws_lc_rs::digest::SHA256);
+            roots.for_each(|root| hash.update(root));
+            cert::hex(&hash.finish().as_ref()[..8])
+        };
+        let set = digest(&mut sorted.iter().copied());
+        let version = format!("{set}-{}", digest(&mut roots.iter().take(1)));
+        Self { roots, set, version }
     }
 
+    /// The one that signs first.
     pub fn roots(&self) -> &[CertificateDer<'static>] {
         &self.roots
     }
 
-    /// Another for other roots, in whatever order.
+    /// The root that fresh certificates lead to.
+    pub fn signs(&self) -> &CertificateDer<'static> {
+        // Never empty.
+        &self.roots[0]
+    }
+
+    /// Another for other roots, in whatever order, and for another that signs.
     pub fn version(&self) -> &str {
         &self.version
     }

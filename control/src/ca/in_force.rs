@@ -93,9 +93,10 @@ impl InForce {
             record.root_mut(&root.cert).retired = (!in_files).then(|| root.cert.pem.clone());
         }
         forget(record, &roots, &found.roots, now);
-        let ders: Vec<CertificateDer<'static>> = roots.iter().map(|root| root.cert.der.clone()).collect();
+        let others = roots.iter().map(|root| &root.cert).filter(|cert| *cert != authority.root());
+        let bundle = Arc::new(Bundle::new(authority.root().der.clone(), others.map(|cert| cert.der.clone())));
         let pem = roots.iter().map(|root| root.cert.pem.as_str()).collect::<String>().into();
-        (Self { authority, pending, bundle: Arc::new(Bundle::new(&ders)), pem, roots, found }, events)
+        (Self { authority, pending, bundle, pem, roots, found }, events)
     }
 }
 

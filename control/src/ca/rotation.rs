@@ -341,11 +341,11 @@ impl Step {
             Self::Add(_) => "nothing is cut off",
             Self::Switch(_) => {
                 "proxies that do not know the new root yet refuse the others' new certificates until they have renewed \
-                 their own"
+                 their own (those of Understory: within --renewal-window)"
             }
             Self::Withdraw(_) | Self::EndRetired(_) => {
-                "who still has a certificate below the old root is refused until it is renewed, and its open connections \
-                 end"
+                "who still has a certificate below the old root is refused until it is renewed (those of Understory have \
+                 renewed within --renewal-window), and what has been open since before it was replaced ends"
             }
         }
     }

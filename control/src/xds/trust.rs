@@ -33,6 +33,7 @@ impl Trust {
         let wire = WireBundle {
             roots: bundle.roots().iter().map(|root| root.to_vec()).collect(),
             renew_within_ms: u64::try_from(self.renew_within.as_millis()).unwrap_or(u64::MAX),
+            signs: bundle.signs().to_vec(),
         };
         Resource {
             name: self.trust_domain.to_string(),

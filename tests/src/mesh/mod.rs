@@ -23,7 +23,7 @@ use crate::http::Response;
 use crate::metrics::Metrics;
 use crate::place::{Place, binary};
 use crate::testbed::Testbed;
-use crate::wait::wait_for;
+use crate::wait::{wait_for, wait_for_within};
 
 /// Namespace and service account of the node proxies.
 pub const SYSTEM_NAMESPACE: &str = "understory-system";
@@ -166,6 +166,38 @@ impl Mesh {
         let mut command = self.control_place.command(binary("control"));
         command.arg("ca").args(args).arg("--ca-dir").arg(self.dir.join("ca"));
         command.output().unwrap_or_else(|e| panic!("run control ca: {e}"))
+    }
+
+    /// Waits until every certificate of every proxy came with so many roots.
+    #[track_caller]
+    pub fn wait_roots(&self, count: usize, within: Duration) {
+        for node in &self.nodes {
+            let what = format!("the certificates on {} to come with {count} roots", node.node);
+            wait_for_within(within, &what, || {
+                let dump = node.config_dump();
+                let certificates = dump["certificates"].as_array()?;
+                let has = |c: &Value| c["rootCerts"].as_array().is_some_and(|roots| roots.len() == count);
+                (!certificates.is_empty() && certificates.iter().all(has)).then_some(())
+            });
+        }
+    }
+
+    /// Serial numbers of the certificates that the proxies hold for their pods.
+    #[track_caller]
+    pub fn serial_numbers(&self) -> Vec<Value> {
+        let of = |node: &NodeMesh| node.config_dump()["certificates"].as_array().cloned().unwrap_or_default();
+        self.nodes.iter().flat_map(of).map(|c| c["certChain"][0]["serialNumber"].clone()).collect()
+    }
+
+    /// Waits until none of these certificates is in use, and no new connection is put on a tunnel of theirs.
+    #[track_caller]
+    pub fn wait_renewed(&self, before: &[Value], within: Duration) {
+        wait_for_within(within, "all certificates to be renewed", || {
+            self.serial_numbers().iter().all(|serial| !before.contains(serial)).then_some(())
+        });
+        for node in &self.nodes {
+            node.proxy.wait_log(&["new connections are kept off tunnels from before"]);
+        }
     }
 
     /// The root certificate that control publishes.

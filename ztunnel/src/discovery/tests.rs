@@ -439,18 +439,29 @@ async fn announced_roots_are_passed_on_when_they_change_and_are_not_needed_for_a
     stream.acked().await;
     timeout(SOON, discovery.synced()).await.expect("synced without any announcement");
 
-    let nonce = stream.announce(&[b"one"], 1500).await;
+    let nonce = stream.announce(&[b"one"], b"", 1500).await;
     let ack = stream.request().await;
     assert_eq!((ack.type_url.as_str(), ack.response_nonce, ack.error_detail), (BUNDLE, nonce, None));
     let announced = heard.borrow_and_update().clone().unwrap();
-    assert_eq!(announced.roots, [rustls::pki_types::CertificateDer::from(&b"one"[..])]);
+    let der = |bytes: &'static [u8]| rustls::pki_types::CertificateDer::from(bytes);
+    assert_eq!((announced.roots, announced.signs), (vec![der(b"one")], None));
     assert_eq!(announced.renew_within, Duration::from_millis(1500));
 
-    stream.announce(&[b"one"], 1500).await;
+    stream.announce(&[b"one"], b"", 1500).await;
     stream.acked().await;
     assert!(!heard.has_changed().unwrap(), "the same again is no news");
-    stream.announce(&[], 1500).await;
+    stream.announce(&[], b"", 1500).await;
     let nack = stream.request().await;
     assert!(nack.error_detail.unwrap().message.contains("cluster.local: it has 0 roots"));
+    stream.announce(&[b"one"], b"two", 1500).await;
+    let nack = stream.request().await;
+    assert!(nack.error_detail.unwrap().message.contains("what signs is none of its roots"));
     assert!(!heard.has_changed().unwrap());
+
+    stream.announce(&[b"one", b"two"], b"two", 1500).await;
+    stream.acked().await;
+    assert_eq!(heard.borrow_and_update().clone().unwrap().signs, Some(der(b"two")));
+    stream.announce(&[b"one", b"two"], b"one", 1500).await;
+    stream.acked().await;
+    assert!(heard.has_changed().unwrap(), "another one signs");
 }

@@ -1,4 +1,5 @@
-//! The roots in force, as the control plane announces them: certificates that came with others are to be renewed soon.
+//! The roots in force, as the control plane announces them: certificates that came with others, or lead to
+//! another than the one that signs, are to be renewed soon.
 //!
 //! Must never make anything trusted: roots count only when they come with a certificate.
 
@@ -19,7 +20,9 @@ pub const BUNDLE: &str = "type.googleapis.com/understory.trust.Bundle";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AnnouncedRoots {
     pub roots: Vec<CertificateDer<'static>>,
-    /// Certificates with other roots are to be renewed within this time.
+    /// The one that fresh certificates lead to, if that is told.
+    pub signs: Option<CertificateDer<'static>>,
+    /// Certificates that came with other roots, or lead to another one, are to be renewed within this time.
     pub renew_within: Duration,
 }
 
@@ -37,9 +40,13 @@ pub(super) fn read(response: &DeltaDiscoveryResponse) -> Result<Option<Announced
     if bundle.roots.is_empty() || bundle.roots.len() > MAX_ROOTS {
         return Err(refuse(format!("it has {} roots, expected 1 to {MAX_ROOTS}", bundle.roots.len())));
     }
+    if !bundle.signs.is_empty() && !bundle.roots.contains(&bundle.signs) {
+        return Err(refuse("what signs is none of its roots".into()));
+    }
+    let signs = (!bundle.signs.is_empty()).then(|| CertificateDer::from(bundle.signs));
     let roots = bundle.roots.into_iter().map(CertificateDer::from).collect();
     let renew_within = Duration::from_millis(bundle.renew_within_ms).min(LONGEST);
-    Ok(Some(AnnouncedRoots { roots, renew_within }))
+    Ok(Some(AnnouncedRoots { roots, signs, renew_within }))
 }
 
 const MAX_ROOTS: usize = 100;

@@ -140,6 +140,16 @@ impl Tunnels {
         (round, next)
     }
 
+    /// Puts no new streams of ours on the tunnels that there are: their certificates have been renewed. Those that run on
+    /// them go on.
+    pub fn retire_ours(&self) {
+        for load in self.all() {
+            if load.proof.as_ref().is_some_and(|proof| proof.peer_is == PeerRole::Server) {
+                load.retire();
+            }
+        }
+    }
+
     /// Tunnels that are open.
     pub fn len(&self) -> usize {
         self.0.list.borrow().iter().filter(|load| load.strong_count() > 0).count()

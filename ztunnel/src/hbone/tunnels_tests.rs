@@ -166,6 +166,25 @@ async fn a_tunnel_whose_certificate_has_ended_takes_no_new_streams_and_its_runni
     .await;
 }
 
+#[tokio::test]
+async fn tunnels_that_are_retired_keep_their_streams_and_new_ones_go_on_another() {
+    local(async {
+        let rig = Rig::new(HOUR, HOUR).await;
+        let mut old = rig.asked().await;
+        rig.asked().await;
+        assert_eq!(rig.client.tunnels.len(), 1);
+        rig.server.tunnels.retire_ours();
+        rig.asked().await;
+        assert_eq!(rig.client.tunnels.len(), 1, "the server's end is not the server's to retire");
+        rig.client.tunnels.retire_ours();
+        let mut new = rig.asked().await;
+        assert_eq!(rig.client.tunnels.len(), 2);
+        ask(&mut old).await.unwrap();
+        ask(&mut new).await.unwrap();
+    })
+    .await;
+}
+
 /// A root that is withdrawn later hurts nobody who began after the renewal.
 #[tokio::test]
 async fn new_streams_go_on_a_new_tunnel_once_the_certificates_should_have_been_renewed() {

@@ -152,6 +152,11 @@ impl Certificate {
         &self.key.cert
     }
 
+    /// Whether its chain leads to this root.
+    pub fn leads_to(&self, root: &CertificateDer<'static>) -> bool {
+        trust::verify_own(self.identity.trust_domain(), std::slice::from_ref(root), self.chain()).is_ok()
+    }
+
     /// The roots that came with it.
     pub fn roots(&self) -> &[CertificateDer<'static>] {
         &self.roots

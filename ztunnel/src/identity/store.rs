@@ -95,6 +95,8 @@ struct Shared {
     /// What `get` reads.
     available: ArcSwap<HashMap<Identity, Arc<Certificate>>>,
     changes: watch::Sender<u64>,
+    /// Raised when another root has begun to sign and everybody's certificates should be below it.
+    settled: watch::Sender<u64>,
     /// The roots that fresh certificates should come with, if that is known.
     expected: Mutex<Option<Expected>>,
     /// Wakes the worker.
@@ -105,8 +107,12 @@ struct Shared {
 /// Roots that are said to be in force.
 struct Expected {
     roots: Vec<CertificateDer<'static>>,
-    /// Certificates with others are renewed within this time.
+    /// The one that fresh certificates lead to, if that is known.
+    signs: Option<CertificateDer<'static>>,
+    /// Certificates that came with others or lead to another are renewed within this time.
     within: Duration,
+    /// When everybody should have done so, after another root has begun to sign.
+    settles: Option<Instant>,
 }
 
 struct Entry {
@@ -151,6 +157,7 @@ impl Store {
             entries: Mutex::default(),
             available: ArcSwap::default(),
             changes: watch::Sender::new(0),
+            settled: watch::Sender::new(0),
             expected: Mutex::default(),
             wake: Arc::default(),
             counters: StoreCounters::default(),
@@ -217,12 +224,26 @@ impl Store {
         }
     }
 
-    /// These roots are in force now: certificates that came with others are renewed, the first at once, so that its
-    /// answer changes the trust, and the rest spread over `within`. Nothing is trusted for the announcement alone.
-    pub fn expect_roots(&self, roots: Vec<CertificateDer<'static>>, within: Duration) {
+    /// These roots are in force now, and fresh certificates lead to `signs`: certificates that came with others or lead
+    /// to another are renewed, the first at once, so that its answer changes the trust, and the rest spread over
+    /// `within`. Nothing is trusted for the announcement alone.
+    pub fn expect_roots(
+        &self,
+        roots: Vec<CertificateDer<'static>>,
+        signs: Option<CertificateDer<'static>>,
+        within: Duration,
+    ) {
         let mut entries = self.0.lock();
-        let expected = Expected { roots, within };
+        let mut held = self.0.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
+        let before = held.take();
+        let is_other = |before: &Expected| before.signs.is_some() && before.signs != signs;
+        let settles = match &before {
+            // Peers hear of it at other moments, and are as slow as we are.
+            Some(before) if is_other(before) => Some(now + 2 * within.max(LEAST_WITHIN)),
+            before => before.as_ref().and_then(|before| before.settles),
+        };
+        let expected = Expected { roots, signs, within, settles };
         let mut early = 0;
         for entry in entries.values_mut() {
             entry.behind = 0;
@@ -232,8 +253,9 @@ impl Store {
                 early += 1;
             }
         }
-        tracing::info!(roots = expected.roots.len(), early, ?within, "certificates with other roots are renewed early");
-        *self.0.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some(expected);
+        tracing::info!(roots = expected.roots.len(), early, ?within, "certificates of other roots are renewed early");
+        *held = Some(expected);
+        drop(held);
         drop(entries);
         self.0.wake.notify_one();
     }
@@ -241,6 +263,11 @@ impl Store {
     /// Whom our certificates take for peers.
     pub fn trust(&self) -> &Trust {
         &self.0.trust
+    }
+
+    /// Changes when another root has begun to sign and the certificates of all proxies should have been renewed.
+    pub fn settled(&self) -> watch::Receiver<u64> {
+        self.0.settled.subscribe()
     }
 
     /// Whether the authority has decided against this identity since it last issued a certificate for it.
@@ -335,13 +362,25 @@ impl Shared {
         }
         // The clock may have been changed: look again at least this often.
         let latest = Instant::now() + LOOK_AGAIN;
-        entries.values().filter_map(Entry::due).min().map_or(latest, |next| next.min(latest))
+        entries.values().filter_map(Entry::due).chain(self.settle()).min().map_or(latest, |next| next.min(latest))
+    }
+
+    /// Tells when a change of the root that signs should be over; before that, when it will be.
+    fn settle(&self) -> Option<Instant> {
+        let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        let settles = &mut expected.as_mut()?.settles;
+        if settles.is_some_and(|at| at <= Instant::now()) {
+            *settles = None;
+            tracing::info!("another root signs: new connections are kept off tunnels from before");
+            self.settled.send_modify(|n| *n += 1);
+        }
+        *settles
     }
 
     /// Whether a certificate came with other roots than those that are said to be in force.
     fn is_behind(&self, certificate: &Certificate) -> bool {
         let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
-        expected.as_ref().is_some_and(|expected| !expected.is_met_by(certificate))
+        expected.as_ref().is_some_and(|expected| !expected.has_roots_of(certificate))
     }
 
     /// When to ask again for a certificate that did not come with the roots that are in force, as from a replica of the
@@ -423,6 +462,10 @@ impl Shared {
 
 impl Expected {
     fn is_met_by(&self, certificate: &Certificate) -> bool {
+        self.has_roots_of(certificate) && self.signs.as_ref().is_none_or(|root| certificate.leads_to(root))
+    }
+
+    fn has_roots_of(&self, certificate: &Certificate) -> bool {
         let theirs = certificate.roots();
         self.roots.iter().all(|root| theirs.contains(root)) && theirs.iter().all(|root| self.roots.contains(root))
     }
@@ -496,6 +539,8 @@ impl Drop for Shared {
     }
 }
 
+/// A change of the root that signs is given at least this time, for control planes that are not told at once.
+const LEAST_WITHIN: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 /// Within which those that could not reach the authority ask again once somebody has.
 const RECOVERY: Duration = Duration::from_secs(1);

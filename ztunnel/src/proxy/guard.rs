@@ -46,6 +46,7 @@ pub async fn run(worker: Rc<Worker>) {
     let shared = worker.shared.clone();
     let cut = shared.config.trust.expiry_connections == AtExpiry::Cut;
     let mut trust = shared.certificates.trust().changes();
+    let mut settled = shared.certificates.settled();
     loop {
         let denied = |identity: &_| shared.certificates.is_denied(identity);
         let (round, next) = worker.tunnels.tend(SystemTime::now(), cut, denied);
@@ -56,6 +57,8 @@ pub async fn run(worker: Rc<Worker>) {
                 let round = worker.tunnels.judge().await;
                 note(&worker, &round);
             }
+            // So does this.
+            _ = settled.changed() => worker.tunnels.retire_ours(),
             () = tokio::time::sleep(next) => {}
         }
     }

@@ -219,13 +219,14 @@ async fn prefetch(shared: Arc<Shared>) {
     }
 }
 
-/// Certificates that came with other roots than the control plane announces are renewed before their time.
+/// Certificates that came with other roots than the control plane announces, or lead to another than the one that signs,
+/// are renewed before their time.
 async fn follow_roots(discovery: Discovery, store: Store) {
     let mut announced = discovery.announced_roots();
     loop {
         let newest = announced.borrow_and_update().clone();
         if let Some(newest) = newest {
-            store.expect_roots(newest.roots, newest.renew_within);
+            store.expect_roots(newest.roots, newest.signs, newest.renew_within);
         }
         // The sender lives in `discovery`.
         let _ = announced.changed().await;

@@ -57,10 +57,17 @@ fn rotation_by_command_cuts_nobody_off_and_refuses_to_be_hurried() {
 
         refused(&dir, "three quarters of the longest certificate life");
         remember(&dir, known_for_long);
+        let mut announced = ca.bundles();
+        assert_eq!(*announced.borrow_and_update().signs(), old);
         let done = rotate(&dir.0, false).unwrap();
         assert_eq!((done.step, done.status.rotation.stage), (2, Stage::NewSigns));
         assert!(!dir.path("next-key.pem").exists());
         assert_eq!(ca.refresh(), Changes { signer: true, roots: false, problem: None });
+        // Proxies are told, and renew what is below the old root.
+        assert!(announced.has_changed().unwrap());
+        assert_eq!(*announced.borrow_and_update().signs(), new);
+        assert_eq!(ca.refresh(), Changes::default());
+        assert!(!announced.has_changed().unwrap());
         let after = Workload::new(&ca);
         // The other control has not looked yet, and signs with the old root.
         let late = Workload::new(&other);

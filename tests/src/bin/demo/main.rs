@@ -7,11 +7,15 @@ use std::net::{SocketAddr, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use report::Report;
-use testbed::{AccessLine, Behaviour, Mesh, Pod, Server, Service, StreamExt, Testbed};
+use testbed::{
+    AccessLine, Authority, Behaviour, HboneClient, Mesh, MeshOptions, Pod, Server, Service, StreamExt, Testbed,
+    TunnelError,
+};
 
 /// Sent on connections from before the label: it must be seen on the wire.
 const OPEN: &[u8] = b"sent-in-the-clear";
@@ -19,6 +23,10 @@ const OPEN: &[u8] = b"sent-in-the-clear";
 const SECRET: &[u8] = b"sent-in-the-mesh";
 /// Port of the HBONE listener of every pod in the mesh.
 const HBONE: u16 = 15008;
+/// Time within which proxies renew their certificates when the root changes. A minute by default.
+const RENEWAL_WINDOW: &str = "1s";
+/// For a step of a root's rotation.
+const ROTATION_STEP: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Parser)]
 #[command(
@@ -116,7 +124,7 @@ impl Demo {
         report.note(&format!("{:<16} {}", "service db", demo.db_service.at(5432)));
         report.wait("control, and an agent and a proxy per node, to become ready");
         let start = Instant::now();
-        demo.tb.start_mesh();
+        demo.tb.start_mesh_with(MeshOptions::default().control_arg("--renewal-window").control_arg(RENEWAL_WINDOW));
         report.done("control plane, agents and proxies are ready", start);
         demo
     }
@@ -140,6 +148,7 @@ impl Demo {
         report.check("no pod was restarted", self.processes() == processes, "same process ids");
         self.after(report);
         self.outside(report);
+        self.rotate(report);
         if !keep {
             self.unlabel(report, &mut old, &processes);
         }
@@ -251,6 +260,62 @@ impl Demo {
         report.check("frontend → outsider passes with its own address", peer == self.frontend.ip(), &peer.to_string());
     }
 
+    /// The root of all certificates is replaced, in the three steps of `control ca rotate`, while connections are made.
+    fn rotate(&self, report: &mut Report) {
+        report.title("Replace the root of all certificates, under traffic");
+        let mesh = self.mesh();
+        let old = mesh.authority();
+        let (stop, made, failed) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            // At both nodes, and also where a step below panics.
+            let stop = StopOnDrop(&stop);
+            for to in [self.cart_service.at(80), self.cart.at(8080)] {
+                let (stop, made, failed) = (stop.0, &made, &failed);
+                scope.spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        let asked = self.frontend.connect(to).is_ok_and(|mut stream| stream.try_ask(SECRET));
+                        made.fetch_add(1, Ordering::Relaxed);
+                        failed.fetch_add(u32::from(!asked), Ordering::Relaxed);
+                    }
+                });
+            }
+            self.rotate_step(report, "1: all certificates came with old and new root", || {
+                mesh.wait_roots(2, ROTATION_STEP);
+            });
+            let before = mesh.serial_numbers();
+            self.rotate_step(report, "2: the new root signs, all certificates are renewed", || {
+                mesh.wait_renewed(&before, ROTATION_STEP);
+            });
+            let both = self.takes(&old) && self.takes(&mesh.authority());
+            report.check("    tunnels with certificates of either are taken", both, "of old and new root");
+            self.rotate_step(report, "3: the old root is withdrawn", || mesh.wait_roots(1, ROTATION_STEP));
+        });
+        let (made, failed) = (made.into_inner(), failed.into_inner());
+        let counts = format!("{made} connections, {failed} failed");
+        report.check("no connection failed meanwhile", failed == 0 && made > 0, &counts);
+        report.check("    a certificate of the old root is refused now", !self.takes(&old), "TLS alert UnknownCA");
+    }
+
+    /// Takes the next step of the rotation, without the hours of waiting that a mesh with proxies of other makes needs.
+    fn rotate_step(&self, report: &mut Report, text: &str, done: impl FnOnce()) {
+        report.wait("all proxies to follow");
+        let start = Instant::now();
+        let output = self.mesh().control_ca(&["rotate", "--force"]);
+        assert!(output.status.success(), "control ca rotate: {}", String::from_utf8_lossy(&output.stderr));
+        done();
+        report.done(text, start);
+    }
+
+    /// Whether cart takes a tunnel with a certificate of this authority; the refusal must be for its root.
+    fn takes(&self, authority: &Authority) -> bool {
+        let leaf = authority.issue(self.frontend.identity().as_str());
+        match HboneClient::open(&self.outsider, self.cart.at(HBONE), Some(&leaf)) {
+            Ok(_) => true,
+            Err(TunnelError::Alert(rustls::AlertDescription::UnknownCA)) => false,
+            Err(other) => panic!("a tunnel to cart: {other}"),
+        }
+    }
+
     fn unlabel(&self, report: &mut Report, old: &mut [TcpStream], processes: &[(u32, u32)]) {
         report.title("Remove the label");
         report.wait("all four pods to be out of the mesh");
@@ -338,6 +403,14 @@ fn both(service: &Service) -> String {
 
 fn millis(start: Instant) -> String {
     format!("{:.1} ms", start.elapsed().as_secs_f64() * 1000.0)
+}
+
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// An echo that may fail.

@@ -210,10 +210,11 @@ impl Stream {
         self.nonce.to_string()
     }
 
-    /// Announces roots.
-    pub async fn announce(&mut self, roots: &[&[u8]], renew_within_ms: u64) -> String {
+    /// Announces roots, and which one signs.
+    pub async fn announce(&mut self, roots: &[&[u8]], signs: &[u8], renew_within_ms: u64) -> String {
         self.nonce += 1;
-        let bundle = Bundle { roots: roots.iter().map(|r| r.to_vec()).collect(), renew_within_ms };
+        let bundle =
+            Bundle { roots: roots.iter().map(|r| r.to_vec()).collect(), renew_within_ms, signs: signs.to_vec() };
         let content = prost_types::Any { type_url: BUNDLE.into(), value: bundle.encode_to_vec() };
         let resource =
             WireResource { name: "cluster.local".into(), resource: Some(content), ..WireResource::default() };

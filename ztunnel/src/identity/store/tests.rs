@@ -301,11 +301,11 @@ async fn certificates_with_other_roots_than_announced_are_renewed_early_and_othe
     changes.borrow_and_update();
 
     let within = Duration::from_millis(50);
-    store.expect_roots(vec![authority.root()], within);
+    store.expect_roots(vec![authority.root()], None, within);
     assert!(tokio::time::timeout(Duration::from_millis(200), changes.changed()).await.is_err(), "nothing has changed");
 
     let next = authority.add_root("next");
-    store.expect_roots(vec![next.clone(), authority.root()], within);
+    store.expect_roots(vec![next.clone(), authority.root()], None, within);
     tokio::time::timeout(SOON, changes.changed()).await.unwrap().unwrap();
     let second = store.get(&cart).unwrap();
     assert_ne!(second.serial(), first.serial());
@@ -323,7 +323,7 @@ async fn an_authority_that_is_behind_its_announcement_is_asked_again_until_it_is
     store.wait(&cart, SOON).await.unwrap();
     let ca = Arc::new(TestCa::new("next"));
     let next = ca.root_der();
-    store.expect_roots(vec![next.clone(), authority.root()], Duration::from_millis(10));
+    store.expect_roots(vec![next.clone(), authority.root()], None, Duration::from_millis(10));
     let end = Instant::now() + SOON;
     while authority.calls_for(&cart) < 3 {
         assert!(Instant::now() < end, "asked only {} times", authority.calls_for(&cart));
@@ -436,11 +436,62 @@ async fn an_answer_that_contradicts_the_announced_roots_takes_no_trust_away() {
     let store = authority.store(StoreSettings::default());
     let old = authority.root();
     let next = Arc::new(TestCa::new("next"));
-    store.expect_roots(vec![next.root_der(), old.clone()], Duration::from_secs(60));
+    store.expect_roots(vec![next.root_der(), old.clone()], None, Duration::from_secs(60));
     authority.cas.lock().unwrap().push(next.clone());
     store.wait(&identity("cart"), SOON).await.unwrap();
     authority.cas.lock().unwrap().pop();
     store.wait(&identity("web"), SOON).await.unwrap();
     let roots = authority.trust.roots(&identity("web").trust_domain().clone());
     assert!(roots.contains(&next.root_der()) && roots.contains(&old));
+}
+
+/// So that the other root can be withdrawn soon: nothing is below it any more.
+#[tokio::test]
+async fn certificates_below_a_root_that_no_longer_signs_are_renewed_early() {
+    let authority = FakeAuthority::new();
+    let store = authority.store(StoreSettings::default());
+    let cart = identity("cart");
+    store.want(&cart);
+    let (old, new) = (authority.root(), authority.add_root("next"));
+    let both = || vec![old.clone(), new.clone()];
+    let first = store.wait(&cart, SOON).await.unwrap();
+    assert!(first.leads_to(&old) && !first.leads_to(&new));
+    let within = Duration::from_millis(10);
+    store.expect_roots(both(), Some(old.clone()), within);
+    authority.cas.lock().unwrap().swap(0, 1);
+    store.expect_roots(both(), None, within);
+    let mut changes = store.changes();
+    changes.borrow_and_update();
+    store.expect_roots(both(), Some(new.clone()), within);
+    tokio::time::timeout(SOON, changes.changed()).await.unwrap().unwrap();
+    let second = store.get(&cart).unwrap();
+    assert!(second.leads_to(&new) && !second.leads_to(&old));
+    assert_eq!(authority.calls_for(&cart), 2, "neither of the announcements before brought a renewal");
+}
+
+/// When peers should have renewed theirs too.
+#[tokio::test]
+async fn after_twice_the_time_for_renewals_a_change_of_the_root_that_signs_is_said_to_be_over() {
+    let authority = FakeAuthority::new();
+    let store = authority.store(StoreSettings::default());
+    store.want(&identity("cart"));
+    let (old, new) = (authority.root(), authority.add_root("next"));
+    let both = || vec![old.clone(), new.clone()];
+    let settles = || store.0.expected.lock().unwrap().as_ref().and_then(|expected| expected.settles);
+    let mut settled = store.settled();
+    let within = Duration::from_secs(1);
+    store.expect_roots(both(), None, within);
+    store.expect_roots(both(), Some(old.clone()), within);
+    store.expect_roots(vec![old.clone()], Some(old.clone()), within);
+    assert_eq!(settles(), None, "nobody else signs");
+
+    let begun = Instant::now();
+    store.expect_roots(both(), Some(new.clone()), within);
+    // The same again, as a stream that comes back says it.
+    let at = settles();
+    store.expect_roots(both(), Some(new.clone()), within);
+    assert_eq!(settles(), at);
+    tokio::time::timeout(SOON, settled.changed()).await.unwrap().unwrap();
+    assert!(begun.elapsed() >= 2 * within);
+    assert_eq!((settles(), *settled.borrow_and_update()), (None, 1));
 }

@@ -241,8 +241,17 @@ fn a_root_is_rotated_by_command_under_traffic_and_the_old_one_is_refused_then() 
         mesh.wait_roots(1, LIVES);
         traffic.assert_well("the old root is withdrawn");
     });
+    assert!(ask(&mut oldest).is_err(), "a connection that rests on the old root is ended with it");
     wait_for("certificates of the old root to be refused", || is_refused(&shop, &plain, &old).then_some(()));
     assert!(!is_refused(&shop, &plain, &mesh.authority()), "those of the new one are taken");
+    // The link to control follows too: a new connection to it, and a certificate by it.
+    mesh.control().kill9();
+    mesh.start_control();
+    mesh.wait_control_ready();
+    let late = shop.tb.pod("shop/late").service_account("late").start();
+    mesh.wait_in_mesh(&[&late]);
+    let mut stream = late.connect(shop.far_service.at(80)).expect("connect");
+    ask(&mut stream).expect("a certificate of the new root, over a link of the new root");
     let metrics = mesh.control_metrics();
     assert!(metrics.sum("understory_ca_certificate_left_seconds", &[("certificate", "root")]) > 1e8);
     let status = control_ca(mesh, &["status", "--output", "json"]).unwrap();

@@ -196,6 +196,35 @@ fn another_authority_below_the_same_root_signs_at_once() {
     assert_eq!(ca.refresh(), Changes::default());
 }
 
+/// Nobody signs with what has ended: then the new one does, although not everybody may know it.
+#[test]
+fn a_root_that_ends_while_the_next_one_waits_is_replaced_at_once() {
+    let end = SystemTime::now() + Duration::from_secs(600);
+    let found = |dir: &Dir| look(&dir.0, files::own_user()).unwrap().verify(&dir.0, &identity(), SystemTime::now());
+    let of = |name: &str, root: pki::Outside| {
+        let dir = Dir::new(&format!("ends-{name}"));
+        fs::create_dir_all(&dir.0).unwrap();
+        pki::set_mode(&dir.0, 0o700);
+        root.put_as_own_root(&dir.0, &[]);
+        Arc::new(found(&dir).unwrap())
+    };
+    let short = of("short", pki::Outside::root_with("short", |params| params.not_after = end.into()));
+    let long = of("long", pki::Outside::root("long"));
+    let mut record = Record { leaf_life: 86_400, ..Record::default() };
+    let mut at = |held: Option<&InForce>, files: &Arc<Found>, seconds: u64| {
+        let now = SystemTime::now() + Duration::from_secs(seconds);
+        InForce::advance(held, files.clone(), &mut record, now, false)
+    };
+    let first = at(None, &short, 0).0;
+    let (waits, events) = at(Some(&first), &long, 10);
+    assert!(waits.pending.is_some() && matches!(events[..], [Event::Waits { .. }, Event::Trusted(_)]), "{events:?}");
+    assert_eq!(waits.authority.root().name, "CN=short");
+    let (after, events) = at(Some(&waits), &long, 601);
+    assert_eq!(after.authority.root().name, "CN=long");
+    assert!(after.pending.is_none() && after.roots.len() == 1);
+    assert_eq!(events, [Event::Signs("CN=long".into()), Event::Ended("CN=short".into())]);
+}
+
 #[derive(Debug, Clone)]
 enum Op {
     Files { signer: usize, roots: Vec<usize> },

@@ -9,6 +9,7 @@ pub mod identity;
 pub mod lifecycle;
 pub mod manifests;
 pub mod mesh;
+pub mod operator;
 pub mod policy;
 pub mod proto;
 pub mod proxy;

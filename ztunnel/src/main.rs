@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use ztunnel::agent::{self, AgentArgs};
+use ztunnel::operator::explain::{self, ExplainArgs};
 use ztunnel::proxy::{self, config::ProxyArgs};
 use ztunnel::telemetry::log::Logging;
 
@@ -24,12 +25,15 @@ enum Command {
     Proxy(Box<ProxyArgs>),
     /// Brings the node's labelled pods into the mesh
     Agent(Box<AgentArgs>),
+    /// Says what would happen to a connection, and why, as the proxy of this node knows it
+    Explain(ExplainArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Proxy(args) => run_proxy(*args),
         Command::Agent(args) => agent::main(*args).map_err(Into::into),
+        Command::Explain(args) => explain::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

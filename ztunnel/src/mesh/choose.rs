@@ -28,6 +28,30 @@ pub enum NoEndpoint {
     None { service: Arc<str>, port: u16, members: usize, unhealthy: usize, elsewhere: usize, tried: usize },
 }
 
+/// Why a member of a service is not chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum LeftOut {
+    #[error("it is not healthy")]
+    Unhealthy,
+    #[error("its weight is 0")]
+    NoCapacity,
+    #[error("it has been tried in vain")]
+    Tried,
+    #[error("it is in another network")]
+    OtherNetwork,
+    #[error("it does not serve this port")]
+    NoPort,
+    #[error("it has no address of the service's families")]
+    NoAddress,
+    #[error("the service's traffic stays within the client's {0}")]
+    OutOfScope(Scope),
+    #[error("a nearer one is there")]
+    Farther,
+}
+
+/// A member of a service, and where it would be reached.
+pub type Candidate = (Arc<Workload>, Result<SocketAddr, LeftOut>);
+
 /// What a choice is made for.
 pub struct Request<'a> {
     pub service: &'a Service,
@@ -44,29 +68,17 @@ impl Snapshot {
     /// Chooses an endpoint. `load` tells how busy a workload is, seen from here; of two candidates the less busy wins.
     pub fn choose(&self, request: &Request<'_>, load: impl Fn(&Workload) -> u64) -> Result<Chosen, NoEndpoint> {
         let Request { service, port, tried, .. } = *request;
-        let Some(target) = service.ports.iter().find(|p| p.service_port == port).map(|p| p.target_port) else {
-            return Err(NoEndpoint::NoPort { service: service.key.clone(), port });
-        };
+        let target = target_port(request)?;
         let members = self.members(service);
         if service.load_balancing.mode == LoadBalancingMode::Standard
             && let Some(chosen) = sample(request, members, target, &load)
         {
             return Ok(chosen);
         }
-        let usable = members.iter().filter_map(|w| Some((w, usable(request, w, target)?)));
         let mut best_rank = 0;
         let mut candidates: Vec<(&Arc<Workload>, SocketAddr)> = Vec::new();
-        for (workload, address) in usable {
-            let rank = match service.load_balancing.mode {
-                LoadBalancingMode::Standard | LoadBalancingMode::Passthrough => 0,
-                LoadBalancingMode::Strict => {
-                    if service.load_balancing.preference.iter().any(|s| !matches(*s, request.source, workload)) {
-                        continue;
-                    }
-                    0
-                }
-                LoadBalancingMode::Failover => rank(&service.load_balancing.preference, request.source, workload),
-            };
+        for workload in members {
+            let Ok((rank, address)) = fit(request, workload, target) else { continue };
             if rank > best_rank {
                 best_rank = rank;
                 candidates.clear();
@@ -87,6 +99,28 @@ impl Snapshot {
         };
         Ok(Chosen { workload: workload.clone(), address })
     }
+
+    /// All members of the service: the address of each that may be chosen, or why it is left out.
+    pub fn candidates(&self, request: &Request<'_>) -> Result<Vec<Candidate>, NoEndpoint> {
+        let target = target_port(request)?;
+        let fits: Vec<_> = self.members(request.service).iter().map(|w| (w, fit(request, w, target))).collect();
+        let best_rank = fits.iter().filter_map(|(_, fit)| Some(fit.as_ref().ok()?.0)).max();
+        let judged = fits.into_iter().map(|(workload, fit)| {
+            let address = fit.and_then(|(rank, address)| match Some(rank) == best_rank {
+                true => Ok(address),
+                false => Err(LeftOut::Farther),
+            });
+            (workload.clone(), address)
+        });
+        Ok(judged.collect())
+    }
+}
+
+/// The service's own target port for the port that was dialled; an endpoint may have another.
+fn target_port(request: &Request<'_>) -> Result<u16, NoEndpoint> {
+    let Request { service, port, .. } = *request;
+    let found = service.ports.iter().find(|p| p.service_port == port).map(|p| p.target_port);
+    found.ok_or_else(|| NoEndpoint::NoPort { service: service.key.clone(), port })
 }
 
 /// A few draws from all members: finds an endpoint at once where most are usable and weigh the same.
@@ -102,7 +136,7 @@ fn sample(
     let draw = || {
         let workload = &members[random::below(members.len() as u64) as usize];
         // Weights need the whole list.
-        (workload.capacity == 1).then(|| usable(request, workload, target).map(|a| (workload, a)))?
+        (workload.capacity == 1).then(|| usable(request, workload, target).ok().map(|a| (workload, a)))?
     };
     let (first, second) = (draw()?, draw()?);
     let (workload, address) = if load(second.0) < load(first.0) { second } else { first };
@@ -130,22 +164,43 @@ fn two_choices<'a>(
     Some(if load(second.0) < load(first.0) { *second } else { *first })
 }
 
+/// The address of a workload as an endpoint, and how near it is, if it may be chosen by the service's rules.
+fn fit(request: &Request<'_>, workload: &Workload, service_target: u16) -> Result<(usize, SocketAddr), LeftOut> {
+    let address = usable(request, workload, service_target)?;
+    let balancing = &request.service.load_balancing;
+    match balancing.mode {
+        LoadBalancingMode::Standard | LoadBalancingMode::Passthrough => Ok((0, address)),
+        LoadBalancingMode::Strict => {
+            match balancing.preference.iter().find(|s| !matches(**s, request.source, workload)) {
+                Some(scope) => Err(LeftOut::OutOfScope(*scope)),
+                None => Ok((0, address)),
+            }
+        }
+        LoadBalancingMode::Failover => Ok((rank(&balancing.preference, request.source, workload), address)),
+    }
+}
+
 /// The address of a workload as an endpoint, if it may be one now.
-fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Option<SocketAddr> {
+fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Result<SocketAddr, LeftOut> {
     let service = request.service;
-    let healthy = workload.healthy || service.load_balancing.health == HealthPolicy::AllowAll;
-    if !healthy || workload.capacity == 0 || request.tried.contains(&workload.uid) {
-        return None;
+    if !workload.healthy && service.load_balancing.health != HealthPolicy::AllowAll {
+        return Err(LeftOut::Unhealthy);
+    }
+    if workload.capacity == 0 {
+        return Err(LeftOut::NoCapacity);
+    }
+    if request.tried.contains(&workload.uid) {
+        return Err(LeftOut::Tried);
     }
     // Its address may be somebody else's here.
     if workload.network != request.source.network {
-        return None;
+        return Err(LeftOut::OtherNetwork);
     }
-    let share = workload.services.iter().find(|s| s.service == service.key)?;
+    let share = workload.services.iter().find(|s| s.service == service.key).ok_or(LeftOut::NoPort)?;
     let own_target = share.ports.iter().find(|(port, _)| *port == request.port).map_or(0, |(_, target)| *target);
     let target = if own_target != 0 { own_target } else { service_target };
     if target == 0 {
-        return None;
+        return Err(LeftOut::NoPort);
     }
     let allowed = |ip: &IpAddr| match service.ip_families {
         IpFamilies::Automatic | IpFamilies::Dual => true,
@@ -157,9 +212,9 @@ fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Op
         request.dialled
     } else {
         let same_family = addresses.clone().find(|ip| ip.is_ipv4() == request.dialled.is_ipv4());
-        *same_family.or_else(|| addresses.next())?
+        *same_family.or_else(|| addresses.next()).ok_or(LeftOut::NoAddress)?
     };
-    Some(SocketAddr::new(ip, target))
+    Ok(SocketAddr::new(ip, target))
 }
 
 /// Leading scopes that match. A network that is first counts more than all others together (xDS §3).

@@ -16,7 +16,7 @@ mod snapshot;
 mod tests;
 mod workload;
 
-pub use choose::{Chosen, NoEndpoint, Request};
+pub use choose::{Chosen, LeftOut, NoEndpoint, Request};
 pub use convert::{ConvertError, Interner, service as convert_service, workload as convert_workload};
 pub use service::{
     CidrVip, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode, Scope, Service, ServicePort, Visibility,

@@ -67,6 +67,19 @@ pub enum Scope {
     Network,
 }
 
+impl std::fmt::Display for Scope {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Region => "region",
+            Self::Zone => "zone",
+            Self::Subzone => "subzone",
+            Self::Node => "node",
+            Self::Cluster => "cluster",
+            Self::Network => "network",
+        })
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LoadBalancingMode {
     /// Any usable endpoint.

@@ -119,6 +119,20 @@ impl Snapshot {
         self.by_vip.get(address).into_iter().flatten().chain(self.with_ranges.values().filter(in_range))
     }
 
+    /// The own node's name, and that of its cluster.
+    pub fn node(&self) -> &str {
+        &self.node
+    }
+
+    pub fn cluster(&self) -> &str {
+        &self.cluster
+    }
+
+    /// All that could not be used.
+    pub fn unusable(&self) -> impl Iterator<Item = &Unusable> {
+        self.unusable.values().map(|unusable| &**unusable)
+    }
+
     /// What could not be used and claims this address.
     pub fn unusable_at(&self, address: &NetworkAddress) -> Option<&Unusable> {
         self.unusable_at.get(address)?.first().map(|u| &**u)

@@ -7,13 +7,27 @@ use crate::identity::{CertificateInfo, State, Store, base64, rfc3339};
 use crate::mesh::{Service, Snapshot, Workload};
 use crate::policy::{self, PolicyAction, PolicyScope, Test};
 use crate::telemetry::config_dump::{
-    CertificateDump, CertificatesDump, Endpoint, Match, Model, Policy, ServiceAccount, TextMatch,
+    CertificateDump, CertificatesDump, Endpoint, Match, Model, Node, Policy, ServiceAccount, TextMatch, Unusable,
 };
 
 /// One state of the mesh.
 pub struct MeshDump(pub Arc<Snapshot>);
 
 impl Model for MeshDump {
+    fn node(&self) -> Node {
+        let unusable = self.0.unusable().map(|unusable| Unusable {
+            name: unusable.name.to_string(),
+            addresses: unusable.addresses.iter().map(|at| format!("{}/{}", at.network, at.address)).collect(),
+            reason: unusable.reason.clone(),
+        });
+        Node {
+            name: self.0.node().to_owned(),
+            cluster: self.0.cluster().to_owned(),
+            policies_complete: self.0.policies().is_complete(),
+            unusable: unusable.collect(),
+        }
+    }
+
     fn workloads(&self) -> Box<dyn Iterator<Item = &Workload> + '_> {
         Box::new(self.0.workloads().map(|w| &**w))
     }
@@ -62,12 +76,16 @@ fn policy(from: &policy::Policy) -> Policy {
             PolicyAction::Deny | PolicyAction::NotUnderstood(_) => "Deny",
         },
         dry_run: from.dry_run,
+        not_understood: match &from.action {
+            PolicyAction::NotUnderstood(reason) => Some(reason.to_string()),
+            PolicyAction::Allow | PolicyAction::Deny | PolicyAction::Audit => None,
+        },
         rules: rules.collect(),
     }
 }
 
 fn one(from: &policy::Match) -> Match {
-    let mut to = Match::default();
+    let mut to = Match { not_understood: from.not_understood, ..Match::default() };
     for condition in &from.conditions {
         let negative = condition.negative;
         match &condition.test {

@@ -7,8 +7,8 @@ use std::task::Poll;
 use super::guard;
 use super::relay::{Cut, Meter, Moved, Relay, Side};
 use crate::hbone::StreamCount;
-use crate::telemetry::Connection;
 use crate::telemetry::flow::{self, CloseReason, Direction, Failure, How, Outcome, ResponseFlag};
+use crate::telemetry::{Closing, Connection};
 
 /// Carries a connection to its end, by its relay or by order, and keeps `kept` until then. `tunnel`: its place there.
 #[expect(
@@ -23,7 +23,10 @@ pub fn carry<K>(
 ) -> impl Future<Output = ()> {
     async move {
         let outcome = poll_fn(|cx| match connection.poll_close_ordered(cx) {
-            Poll::Ready(reason) => Poll::Ready(Outcome::closed(reason)),
+            Poll::Ready(Closing { reason, detail: None }) => Poll::Ready(Outcome::closed(*reason)),
+            Poll::Ready(Closing { reason, detail: Some(detail) }) => {
+                Poll::Ready(Outcome::closed_because(*reason, detail))
+            }
             Poll::Pending => relay.poll(cx, &Count(&connection)).map(outcome),
         })
         .await;

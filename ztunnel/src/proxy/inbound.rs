@@ -15,13 +15,14 @@ use tokio::net::TcpStream;
 use super::finish::carry;
 use super::guard::handshake_failure;
 use super::judge::judge;
+use super::rejudge;
 use super::relay::{Resetting, Side, TunnelRelay};
 use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TunnelError};
 use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Workload};
-use crate::policy;
+use crate::policy::{self, PolicySet};
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
 
 /// What all streams of a tunnel have in common.
@@ -145,13 +146,20 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming) {
     match opened.await {
         Ok((app, established)) => {
             let connection = telemetry.open(flow);
+            rejudge::established(&tunnel.worker.shared, &tunnel.pod, &connection, &app.judged_by);
             let Established { send, recv, count } = established;
             let half_close = tunnel.worker.shared.config.timeouts.half_close;
-            let relay = TunnelRelay::new(Resetting::new(app), Side::Server, send, recv, half_close);
+            let relay = TunnelRelay::new(Resetting::new(app.socket), Side::Server, send, recv, half_close);
             tokio::task::spawn_local(carry(relay, connection, Some(count), (open, work)));
         }
         Err(failure) => telemetry.failed(&flow, &failure),
     }
+}
+
+/// The app, reached, and what allowed that.
+pub struct App {
+    pub socket: TcpStream,
+    pub judged_by: Arc<PolicySet>,
 }
 
 /// A refusal: what the peer is answered, and what the log says.
@@ -176,7 +184,7 @@ async fn establish(
     tunnel: &Rc<Tunnel>,
     mut incoming: Incoming,
     flow: &mut Flow,
-) -> Result<(TcpStream, Established), Failure> {
+) -> Result<(App, Established), Failure> {
     describe(tunnel, incoming.request(), flow);
     let (request, abandoned) = incoming.watched();
     let reached = tokio::select! {
@@ -203,7 +211,7 @@ async fn establish(
 }
 
 /// Judges a CONNECT and dials the app.
-async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) -> Result<TcpStream, Refusal> {
+async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) -> Result<App, Refusal> {
     if request.method() != Method::CONNECT {
         let text = format!("method {} instead of CONNECT", request.method());
         return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
@@ -238,18 +246,18 @@ async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) 
         source: tunnel.client.ip(),
         destination: address,
     };
-    if let Err(failure) = judge(&tunnel.worker, &tunnel.pod, &judged, flow).await {
+    let judged_by = judge(&tunnel.worker, &tunnel.pod, &judged, flow).await.map_err(|failure| {
         // Which rule it was says who is allowed: that is for the own mesh only.
         let is_own = tunnel.identity.trust_domain() == &tunnel.own.trust_domain;
         let told = if is_own { failure.text.clone() } else { "denied by policy".into() };
-        return Err(Refusal { status: StatusCode::UNAUTHORIZED, failure, told });
-    }
+        Refusal { status: StatusCode::UNAUTHORIZED, failure, told }
+    })?;
     // The client's own port is a hint for ours; nothing depends on it.
     let port = hbone::read_forwarded(request.headers()).0.map_or(0, |from| from.port());
     let client = SocketAddr::new(tunnel.client.ip(), port);
-    dial(&tunnel.worker, &tunnel.pod, client, address)
-        .await
-        .map_err(|failure| Refusal::of(StatusCode::SERVICE_UNAVAILABLE, failure))
+    let socket = dial(&tunnel.worker, &tunnel.pod, client, address).await;
+    let socket = socket.map_err(|failure| Refusal::of(StatusCode::SERVICE_UNAVAILABLE, failure))?;
+    Ok(App { socket, judged_by })
 }
 
 /// The pod's own port behind a service's host name and port.

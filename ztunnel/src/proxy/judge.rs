@@ -2,12 +2,13 @@
 //!
 //! Must never let pass what is not decided.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::state::Pod;
 use super::worker::Worker;
 use crate::mesh::Mesh;
-use crate::policy::{Connection, Decision, evaluate};
+use crate::policy::{Connection, Decision, PolicySet, evaluate};
 use crate::telemetry::flow::{Failure, Flow, ResponseFlag};
 
 /// A pod of this node, by all three names.
@@ -21,33 +22,35 @@ struct Names<'a> {
 /// What became of the wait for a decision.
 struct Judged {
     /// Nothing: the pod's record is missing.
-    decision: Option<Decision>,
+    decision: Option<(Decision, Arc<PolicySet>)>,
     /// The wait had an end without one.
     in_vain: bool,
 }
 
-/// Judges by the present policies and the pod's present record.
-pub async fn judge(worker: &Worker, pod: &Pod, connection: &Connection, flow: &Flow) -> Result<(), Failure> {
+/// Judges by the present policies and the pod's present record. Gives the policies that it was judged by.
+pub async fn judge(
+    worker: &Worker,
+    pod: &Pod,
+    connection: &Connection,
+    flow: &Flow,
+) -> Result<Arc<PolicySet>, Failure> {
     let shared = &worker.shared;
     let names = Names { namespace: &pod.namespace, name: &pod.name, service_account: &pod.service_account };
     let limit = shared.config.timeouts.policy;
     let judged = decide(&shared.mesh, names, connection, limit).await;
-    if let Some(decision) = &judged.decision {
+    if let Some((decision, _)) = &judged.decision {
         shared.telemetry.judged(flow, decision);
     }
-    match judged.refusal(limit) {
-        None => Ok(()),
-        Some(text) => Err(Failure::new(ResponseFlag::Deny, "policy", text)),
-    }
+    judged.outcome(limit).map_err(|text| Failure::new(ResponseFlag::Deny, "policy", text))
 }
 
 async fn decide(mesh: &Mesh, pod: Names<'_>, connection: &Connection, limit: Duration) -> Judged {
     let decide = || {
         let snapshot = mesh.load();
         let own = snapshot.local(pod.namespace, pod.name, pod.service_account)?;
-        Some(evaluate(&own.policies, connection))
+        Some((evaluate(&own.policies, connection), own.policies.clone()))
     };
-    let is_open = |decision: &Option<Decision>| decision.as_ref().is_none_or(|d| d.verdict.is_undecided());
+    let is_open = |decision: &Option<(Decision, _)>| decision.as_ref().is_none_or(|(d, _)| d.verdict.is_undecided());
     let mut decision = decide();
     if !is_open(&decision) {
         return Judged { decision, in_vain: false };
@@ -68,21 +71,19 @@ async fn decide(mesh: &Mesh, pod: Names<'_>, connection: &Connection, limit: Dur
 }
 
 impl Judged {
-    /// Nothing if the connection may pass.
-    fn refusal(&self, limit: Duration) -> Option<String> {
-        let why = match &self.decision {
-            Some(decision) if decision.is_allowed() => return None,
-            Some(decision) => decision.verdict.to_string(),
+    /// What let the connection pass, or why it may not.
+    fn outcome(self, limit: Duration) -> Result<Arc<PolicySet>, String> {
+        let why = match self.decision {
+            Some((decision, policies)) if decision.is_allowed() => return Ok(policies),
+            Some((decision, _)) => decision.verdict.to_string(),
             None => "denied: the pod's own record is gone".to_owned(),
         };
-        Some(if self.in_vain { format!("{why} (waited {limit:?})") } else { why })
+        Err(if self.in_vain { format!("{why} (waited {limit:?})") } else { why })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
     use crate::mesh::convert_workload;
     use crate::policy::{self, Policy};
@@ -125,7 +126,7 @@ mod tests {
     }
 
     async fn refusal(mesh: &Mesh, limit: Duration) -> Option<String> {
-        decide(mesh, POD, &connection(), limit).await.refusal(limit)
+        decide(mesh, POD, &connection(), limit).await.outcome(limit).err()
     }
 
     /// Asks in a task of its own, changes something once the task waits, and gives the outcome.

@@ -24,6 +24,7 @@ pub fn register(
     crl_file: Option<Arc<CrlFile>>,
 ) {
     pods(metrics, shared, agent);
+    older(metrics, shared);
     workers(metrics, shared, watchdog);
     discovery(metrics, shared);
     mesh(metrics, shared);
@@ -54,6 +55,21 @@ fn pods(metrics: &Metrics, shared: &Arc<Shared>, agent: watch::Receiver<zds::Sta
     metrics.counter("workload_manager_proxies_stopped", "Pods that are no longer served", move || {
         of.pods_stopped.load(Ordering::Relaxed)
     });
+}
+
+fn older(metrics: &Metrics, shared: &Arc<Shared>) {
+    let of = shared.clone();
+    metrics.gauge(
+        "understory_older_connections",
+        "Connections to pods of this node, in the clear, that are older than their pod's place in the mesh",
+        move || of.older_connections.load(Ordering::Relaxed) as f64,
+    );
+    let of = shared.clone();
+    metrics.counter(
+        "understory_older_connections_ended",
+        "Connections older than their pod's place in the mesh that the policies did not allow",
+        move || of.older_ended.load(Ordering::Relaxed),
+    );
 }
 
 fn workers(metrics: &Metrics, shared: &Arc<Shared>, watchdog: &Watchdog) {

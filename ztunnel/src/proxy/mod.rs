@@ -2,17 +2,21 @@
 
 pub mod config;
 mod dump;
+pub mod explain;
 mod finish;
 mod guard;
 mod inbound;
 mod judge;
 mod metrics;
+mod older;
 mod outbound;
 mod plaintext;
 mod pods;
+mod rejudge;
 pub mod relay;
 mod route;
 mod run;
+pub mod saved;
 mod share;
 mod state;
 mod worker;

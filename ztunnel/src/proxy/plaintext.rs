@@ -10,8 +10,9 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use super::finish::carry;
-use super::inbound::{ILLEGAL_PORTS, dial};
+use super::inbound::{App, ILLEGAL_PORTS, dial};
 use super::judge::judge;
+use super::rejudge;
 use super::relay::{PlainRelay, Resetting};
 use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
@@ -47,7 +48,8 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
     match reached.await {
         Ok(app) => {
             let connection = worker.shared.telemetry.open(flow);
-            let relay = PlainRelay::new(client_socket, app, worker.shared.config.timeouts.half_close);
+            rejudge::established(&worker.shared, &pod, &connection, &app.judged_by);
+            let relay = PlainRelay::new(client_socket, app.socket, worker.shared.config.timeouts.half_close);
             tokio::task::spawn_local(carry(relay, connection, None, (counted, open, work)));
         }
         Err(failure) => worker.shared.telemetry.failed(&flow, &failure),
@@ -60,7 +62,7 @@ async fn reach(
     client: SocketAddr,
     local: SocketAddr,
     flow: &mut Flow,
-) -> Result<TcpStream, Failure> {
+) -> Result<App, Failure> {
     let own = worker.shared.own_workload(pod).await?;
     {
         let mesh = worker.shared.mesh.load();
@@ -74,7 +76,8 @@ async fn reach(
         return Err(Failure::new(ResponseFlag::Connect, "destination", text));
     }
     let judged = policy::Connection { identity: None, source: client.ip(), destination: local };
-    judge(worker, pod, &judged, flow).await?;
+    let judged_by = judge(worker, pod, &judged, flow).await?;
     // Another port than the client's: a SYN from that one would hit the client's own connection in this namespace.
-    dial(worker, pod, SocketAddr::new(client.ip(), 0), local).await
+    let socket = dial(worker, pod, SocketAddr::new(client.ip(), 0), local).await?;
+    Ok(App { socket, judged_by })
 }

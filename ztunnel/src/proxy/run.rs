@@ -64,6 +64,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let shared =
             Shared::new(config, mesh.clone(), discovery.clone(), store.clone(), telemetry.clone(), shutdown.clone());
         tokio::spawn(prefetch(shared.clone()));
+        tokio::spawn(super::rejudge::run(shared.clone()));
         let runtimes = worker::start(&shared, &watchdog).map_err(failed("start the workers"))?;
 
         let client = zds::Client::new(zds::ClientConfig::new(socket));
@@ -90,7 +91,10 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
             config: dumped,
         };
         let never = std::future::pending::<()>;
-        tokio::spawn(admin.serve(admin_pages(sources, logging.clone(), shutdown.clone()), never()));
+        let pages = admin_pages(sources, logging.clone(), shutdown.clone());
+        let asked = shared.clone();
+        let pages = pages.get("/explain", move |request| super::explain::page(&asked, request));
+        tokio::spawn(admin.serve(pages, never()));
         tokio::spawn(metrics_server.serve(metrics.pages(Router::new()), never()));
         tokio::spawn(readiness_server.serve(readiness_pages(readiness, watchdog), never()));
         let manager = Pods { shared: shared.clone(), runtime: tokio::runtime::Handle::current() };

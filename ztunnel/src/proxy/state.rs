@@ -42,6 +42,9 @@ pub struct Shared {
     /// Pods that were ever served, and that no longer are.
     pub pods_started: AtomicU64,
     pub pods_stopped: AtomicU64,
+    /// Connections to pods that are older than their pod's place in the mesh, and how many of them were ended.
+    pub older_connections: AtomicU64,
+    pub older_ended: AtomicU64,
     pub workers: OnceLock<Vec<WorkerHandle>>,
 }
 
@@ -120,6 +123,8 @@ impl Shared {
             pods_changed: watch::Sender::new(0),
             pods_started: AtomicU64::new(0),
             pods_stopped: AtomicU64::new(0),
+            older_connections: AtomicU64::new(0),
+            older_ended: AtomicU64::new(0),
             workers: OnceLock::new(),
             config,
         })

@@ -78,6 +78,7 @@ fn index() -> Response {
 
 const PAGES: &[(&str, &str, &str)] = &[
     ("/config_dump", "GET", "what the proxy knows and holds, as JSON"),
+    ("/explain", "GET", "what would happen to a connection, and why: ?from=<client>&to=<destination>:<port>"),
     ("/logging", "POST", "log levels: ?level=info,access=debug sets them, ?reset goes back to those of the start"),
     ("/quitquitquit", "POST", "stops the proxy in order: open connections may end until the drain deadline"),
 ];

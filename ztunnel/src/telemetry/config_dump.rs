@@ -19,11 +19,13 @@ mod model;
 mod policies;
 
 pub use certificates::{CertificateDump, CertificatesDump};
-pub use model::Endpoint;
+pub use model::{Endpoint, Node, Unusable};
 pub use policies::{Match, Policy, ServiceAccount, TextMatch};
 
 /// The model of the mesh as the dump goes through it; one consistent state.
 pub trait Model: Send {
+    /// Whose it is, and what of it has not come or cannot be used.
+    fn node(&self) -> Node;
     fn workloads(&self) -> Box<dyn Iterator<Item = &Workload> + '_>;
     fn services(&self) -> Box<dyn Iterator<Item = &Service> + '_>;
     fn endpoints(&self, service: &Service) -> Vec<Endpoint>;
@@ -80,6 +82,7 @@ impl Serialize for Dump<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let model = self.model;
         let mut top = serializer.serialize_map(None)?;
+        top.serialize_entry("node", &model.node())?;
         top.serialize_entry("workloads", &Seq(|| model.workloads().map(model::WorkloadDump::from)))?;
         top.serialize_entry(
             "services",

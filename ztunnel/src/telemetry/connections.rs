@@ -3,8 +3,8 @@
 //! Must never take a lock that another worker holds for long, nor let a connection end without a line and a count.
 
 use std::future::poll_fn;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -57,8 +57,16 @@ struct Live {
     sent_counted: AtomicU64,
     received_counted: AtomicU64,
     /// A [`CloseReason`], or 0.
-    close: AtomicU8,
+    close: OnceLock<Closing>,
     closing: AtomicWaker,
+}
+
+/// Why a connection is ordered to end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Closing {
+    pub reason: CloseReason,
+    /// What led to it, if the reason alone does not say.
+    pub detail: Option<Box<str>>,
 }
 
 impl Telemetry {
@@ -94,7 +102,7 @@ impl Telemetry {
             received: AtomicU64::new(0),
             sent_counted: AtomicU64::new(0),
             received_counted: AtomicU64::new(0),
-            close: AtomicU8::new(0),
+            close: OnceLock::new(),
             closing: AtomicWaker::new(),
         });
         let place = self.live.insert(live.clone());
@@ -205,14 +213,14 @@ impl Connection {
 
     /// Waits until somebody orders the connection to end. Only one task may wait.
     pub async fn close_ordered(&self) -> CloseReason {
-        poll_fn(|cx| self.poll_close_ordered(cx)).await
+        poll_fn(|cx| self.poll_close_ordered(cx).map(|closing| closing.reason)).await
     }
 
     /// The same for a loop of its own.
-    pub fn poll_close_ordered(&self, cx: &mut Context<'_>) -> Poll<CloseReason> {
+    pub fn poll_close_ordered(&self, cx: &mut Context<'_>) -> Poll<&Closing> {
         self.live.closing.register(cx.waker());
-        match CloseReason::from_u8(self.live.close.load(Ordering::Acquire)) {
-            Some(reason) => Poll::Ready(reason),
+        match self.live.close.get() {
+            Some(closing) => Poll::Ready(closing),
             None => Poll::Pending,
         }
     }
@@ -268,12 +276,22 @@ impl LiveConnection {
         self.0.received.load(Ordering::Relaxed)
     }
 
-    /// Orders the connection to end; its task does it. The first reason stays.
+    /// Orders the connection to end; its task does it. The first order stays.
     pub fn close(&self, reason: CloseReason) {
-        let first = self.0.close.compare_exchange(0, reason as u8, Ordering::Release, Ordering::Relaxed);
-        if first.is_ok() {
+        self.close_as(Closing { reason, detail: None });
+    }
+
+    /// The same, with what led to it. Whether this order stays.
+    pub fn close_because(&self, reason: CloseReason, detail: &str) -> bool {
+        self.close_as(Closing { reason, detail: Some(detail.into()) })
+    }
+
+    fn close_as(&self, closing: Closing) -> bool {
+        let is_first = self.0.close.set(closing).is_ok();
+        if is_first {
             self.0.closing.wake();
         }
+        is_first
     }
 }
 

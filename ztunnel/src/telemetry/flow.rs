@@ -144,21 +144,20 @@ pub struct Outcome {
 
 /// Why a live connection is ordered to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
 pub enum CloseReason {
-    PolicyChange = 1,
-    PodRemoved = 2,
+    PolicyChange,
+    PodRemoved,
     /// The endpoint left the mesh.
-    EndpointRemoved = 3,
-    CertificateRevoked = 4,
+    EndpointRemoved,
+    CertificateRevoked,
     /// The proxy's drain deadline.
-    DrainDeadline = 5,
+    DrainDeadline,
     /// The peer's certificate leads to no root that is trusted still.
-    TrustWithdrawn = 6,
+    TrustWithdrawn,
     /// A certificate of the tunnel has ended, and the settings say that its connections end with it.
-    CertificateExpired = 7,
+    CertificateExpired,
     /// The own certificate has ended, and the authority refuses to renew it.
-    RenewalDenied = 8,
+    RenewalDenied,
 }
 
 impl Flow {
@@ -315,17 +314,6 @@ impl Outcome {
 }
 
 impl CloseReason {
-    const ALL: [Self; 8] = [
-        Self::PolicyChange,
-        Self::PodRemoved,
-        Self::EndpointRemoved,
-        Self::CertificateRevoked,
-        Self::DrainDeadline,
-        Self::TrustWithdrawn,
-        Self::CertificateExpired,
-        Self::RenewalDenied,
-    ];
-
     pub fn as_str(self) -> &'static str {
         match self {
             Self::PolicyChange => "closed due to policy change",
@@ -347,10 +335,6 @@ impl CloseReason {
             Self::RenewalDenied => ResponseFlag::IdentityError,
             Self::PodRemoved | Self::EndpointRemoved | Self::DrainDeadline => ResponseFlag::Connect,
         }
-    }
-
-    pub(super) fn from_u8(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|reason| *reason as u8 == code)
     }
 }
 

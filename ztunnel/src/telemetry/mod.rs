@@ -15,4 +15,4 @@ pub mod time;
 mod access_log;
 mod policies;
 
-pub use connections::{Connection, LiveConnection, Telemetry};
+pub use connections::{Closing, Connection, LiveConnection, Telemetry};

@@ -4,7 +4,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::super::config_dump::{Endpoint, Model, Policy};
+use super::super::config_dump::{Endpoint, Model, Node, Policy};
 use super::super::connections::tests::new;
 use super::super::http::Server;
 use super::super::log::tests::detached;
@@ -14,6 +14,10 @@ use crate::mesh::{Service, Workload};
 struct Nothing;
 
 impl Model for Nothing {
+    fn node(&self) -> Node {
+        Node { name: "n1".into(), cluster: "Kubernetes".into(), policies_complete: true, unusable: Vec::new() }
+    }
+
     fn workloads(&self) -> Box<dyn Iterator<Item = &Workload> + '_> {
         Box::new(std::iter::empty())
     }

@@ -11,6 +11,26 @@ use crate::mesh::{
     TunnelProtocol, Visibility, Workload,
 };
 
+/// Whose model of the mesh it is.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Node {
+    pub name: String,
+    pub cluster: String,
+    /// The control plane has sent all policies; before that nothing is decided.
+    pub policies_complete: bool,
+    pub unusable: Vec<Unusable>,
+}
+
+/// What the control plane has sent and cannot be used: its addresses are refused.
+#[derive(Debug, Clone, Serialize)]
+pub struct Unusable {
+    pub name: String,
+    /// `network/address`.
+    pub addresses: Vec<String>,
+    pub reason: String,
+}
+
 /// A workload as an endpoint of a service.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]

@@ -13,6 +13,9 @@ pub struct Policy {
     /// `Allow`, `Deny` or `Audit`.
     pub action: &'static str,
     pub dry_run: bool,
+    /// Why it cannot be understood; then it denies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_understood: Option<String>,
     /// OR of AND of OR.
     pub rules: Vec<Vec<Vec<Match>>>,
 }
@@ -45,6 +48,9 @@ pub struct Match {
     pub destination_ports: Vec<u16>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub not_destination_ports: Vec<u16>,
+    /// It has a condition that this version does not know.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub not_understood: bool,
 }
 
 /// An object with exactly one key, which is capitalised.

@@ -19,6 +19,10 @@ struct Fixed {
 }
 
 impl Model for Fixed {
+    fn node(&self) -> Node {
+        Node { name: "n1".into(), cluster: "Kubernetes".into(), policies_complete: true, unusable: Vec::new() }
+    }
+
     fn workloads(&self) -> Box<dyn Iterator<Item = &Workload> + '_> {
         Box::new(self.workloads.iter())
     }
@@ -243,6 +247,7 @@ fn a_policy_is_or_of_and_of_or_with_one_key_for_each_text_match() {
         ..Match::default()
     };
     let policy = Policy {
+        not_understood: None,
         name: "only-web".into(),
         namespace: "shop".into(),
         scope: "WorkloadSelector",
@@ -351,6 +356,10 @@ fn a_mesh_of_many_workloads_is_written_in_small_pieces() {
     #[derive(Clone)]
     struct Many(Workload, usize);
     impl Model for Many {
+        fn node(&self) -> Node {
+            Node { name: "n1".into(), cluster: "Kubernetes".into(), policies_complete: true, unusable: Vec::new() }
+        }
+
         fn workloads(&self) -> Box<dyn Iterator<Item = &Workload> + '_> {
             Box::new(std::iter::repeat_n(&self.0, self.1))
         }

@@ -6,26 +6,19 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 use testbed::{Behaviour, MeshOptions, NodeMesh, Shop, StreamExt, binary, wait_for};
 
-/// Runs the command where the node's proxy is.
-fn explain(shop: &Shop, node: usize, args: &[&str]) -> Result<String, String> {
-    output(shop.tb.node(node).command(binary("ztunnel")).arg("explain").args(args))
-}
-
-fn output(command: &mut Command) -> Result<String, String> {
-    let output = command.output().expect("run ztunnel explain");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+fn explain(shop: &Shop, args: &[&str]) -> Result<String, String> {
+    shop.mesh().node(0).ztunnel(&[&["explain"], args].concat())
 }
 
 /// The same question to the proxy and to its dump; both give the same but for the certificate's words.
 #[track_caller]
 fn both(shop: &Shop, node: &NodeMesh, from: &str, to: &str) -> Value {
     let asked = ["--from", from, "--to", to, "--output", "json"];
-    let live: Value = serde_json::from_str(&explain(shop, 0, &asked).expect("an answer")).expect("JSON");
+    let live: Value = serde_json::from_str(&explain(shop, &asked).expect("an answer")).expect("JSON");
     let file = shop.tb.path("dump.json");
     std::fs::write(&file, node.config_dump().to_string()).expect("save the dump");
-    let mut command = Command::new(binary("ztunnel"));
-    let saved = output(command.arg("explain").args(asked).arg("--dump").arg(&file)).expect("an answer of the dump");
+    let file = file.display().to_string();
+    let saved = explain(shop, &[&asked[..], &["--dump", &file]].concat()).expect("an answer of the dump");
     let saved: Value = serde_json::from_str(&saved).expect("JSON");
     for part in ["from", "to", "outcome"] {
         assert_eq!(live[part], saved[part], "{part}");
@@ -57,12 +50,12 @@ fn what_is_said_beforehand_is_what_then_happens() {
          spec: {action: DENY, rules: [{from: [{source: {serviceAccounts: [client]}}]}]}\n",
     );
     wait_for("the policy to be known", || {
-        explain(&shop, 0, &["--from", "shop/client", "--to", to]).ok()?.contains("outcome: refused").then_some(())
+        explain(&shop, &["--from", "shop/client", "--to", to]).ok()?.contains("outcome: refused").then_some(())
     });
     let answer = both(&shop, node, "shop/client", to);
     let decision = &answer["endpoints"][0]["policy"];
     assert_eq!(decision["verdict"]["by"]["policy"], "shop/no-client", "{answer:#}");
-    let told = explain(&shop, 0, &["--from", "shop/client", "--to", to]).unwrap();
+    let told = explain(&shop, &["--from", "shop/client", "--to", to]).unwrap();
     let said = told.lines().find_map(|line| line.strip_prefix("FAILS  policy     ")).expect("the verdict").to_owned();
     let mut refused = shop.client.connect(shop.far_service.at(80)).expect("connect");
     let _ = refused.write_all(b"refused");
@@ -83,7 +76,7 @@ fn what_is_said_beforehand_is_what_then_happens() {
 
     shop.far.set_ready(false);
     wait_for("the endpoint to leave", || {
-        let answer = explain(&shop, 0, &["--from", "shop/near", "--to", to]).ok()?;
+        let answer = explain(&shop, &["--from", "shop/near", "--to", to]).ok()?;
         answer.contains("no usable endpoint").then_some(())
     });
     assert_eq!(both(&shop, node, "shop/near", to)["outcome"], "refused");
@@ -92,7 +85,7 @@ fn what_is_said_beforehand_is_what_then_happens() {
 #[test]
 fn a_question_without_an_answer_fails_with_the_reason() {
     let shop = Shop::in_mesh_with(MeshOptions::default());
-    let fails = |args: &[&str]| explain(&shop, 0, args).expect_err("no answer");
+    let fails = |args: &[&str]| explain(&shop, args).expect_err("no answer");
     let error = fails(&["--from", "shop/nobody", "--to", "shop/far:80"]);
     assert!(error.contains("shop/nobody") && error.contains("no workload"), "{error}");
     let error = fails(&["--from", "shop/client", "--to", "shop/far"]);

@@ -17,7 +17,7 @@ use crate::cluster::{AUDIENCE, ISSUER, Node, Pod, Qos, TokenSpec, pod_cgroup};
 use crate::daemon::Daemon;
 use crate::http::Response;
 use crate::metrics::Metrics;
-use crate::place::Place;
+use crate::place::{Place, binary};
 use crate::testbed::Testbed;
 use crate::wait::wait_for;
 
@@ -94,6 +94,14 @@ impl NodeMesh {
     /// The file with the proxy's service account token.
     pub fn token_file(&self) -> &PathBuf {
         &self.token
+    }
+
+    /// Runs a command of an operator on the node, such as `explain`: what it says, or its error.
+    pub fn ztunnel(&self, args: &[&str]) -> Result<String, String> {
+        let output = self.host.command(binary("ztunnel")).args(args).output();
+        let output = output.unwrap_or_else(|e| panic!("run ztunnel {args:?}: {e}"));
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
     }
 
     pub(super) fn proxy_pod_name(&self) -> String {

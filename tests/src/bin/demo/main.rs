@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use report::Report;
 use testbed::{
-    AccessLine, Authority, Behaviour, HboneClient, Mesh, MeshOptions, Pod, Server, Service, StreamExt, Testbed,
-    TunnelError,
+    AccessLine, Authority, Behaviour, End, HboneClient, Mesh, MeshOptions, Pod, Server, Service, StreamExt, Testbed,
+    TunnelError, wait_for,
 };
 
 /// Sent on connections from before the label: it must be seen on the wire.
@@ -148,9 +148,10 @@ impl Demo {
         report.check("no pod was restarted", self.processes() == processes, "same process ids");
         self.after(report);
         self.outside(report);
+        self.policy(report, &mut old);
         self.rotate(report);
         if !keep {
-            self.unlabel(report, &mut old, &processes);
+            self.unlabel(report, &processes);
         }
     }
 
@@ -316,7 +317,91 @@ impl Demo {
         }
     }
 
-    fn unlabel(&self, report: &mut Report, old: &mut [TcpStream], processes: &[(u32, u32)]) {
+    fn policy(&self, report: &mut Report, old: &mut [TcpStream]) {
+        report.title("Policies: only frontend may call cart");
+        let cart = self.cart.at(8080);
+        let node = self.mesh().node_of(&self.cart);
+        let mut of_db = self.connect(&self.db, cart);
+        of_db.ask(SECRET);
+        let mut of_frontend = self.connect(&self.frontend, cart);
+        of_frontend.ask(SECRET);
+        let before = self.cart_seen().len();
+        let allow =
+            "{selector: {matchLabels: {app: cart}}, rules: [{from: [{source: {serviceAccounts: [frontend]}}]}]}";
+        let start = Instant::now();
+        self.put_policy("AuthorizationPolicy", "cart-callers", "", allow);
+        let (_, end) = of_db.hear_end();
+        let took = format!("{} after the policy was written", millis(start));
+        report.check("an open connection of db to cart is ended", end == End::Reset, &took);
+        report.check("one of frontend goes on", of_frontend.try_ask(SECRET), "not touched");
+        let allowed = self.connect(&self.frontend, self.cart_service.at(80)).try_ask(SECRET);
+        report.check("frontend → service cart is allowed", allowed, "answered");
+        let refused = !self.connect(&self.db, cart).try_ask(SECRET);
+        let came = self.cart_seen().len() - before - usize::from(allowed);
+        report.check("db → cart is refused", refused && came == 0, &format!("{came} connections came to the app"));
+        let why =
+            |line: &AccessLine| line.get("direction") == "inbound" && line.get("error").starts_with("not allowed");
+        let line = node.wait_access_line("the refusal", why);
+        let named = line.get("error").contains("shop/cart-callers rule 0");
+        report.check("    the log names the rule that came closest", named, "");
+        report.note(line.get("error"));
+        let asked = self.mesh().node_of(&self.db).ztunnel(&["explain", "--from", "shop/db", "--to", "shop/cart:80"]);
+        let said = asked.unwrap_or_else(|error| error);
+        report.check("    ztunnel explain says the same beforehand", said.contains(line.get("error")), "");
+        for text in said.lines().filter(|text| !text.is_empty()) {
+            report.note(text);
+        }
+
+        let dry = "annotations: {istio.io/dry-run: 'true'}";
+        self.put_policy(
+            "AuthorizationPolicy",
+            "db-nobody",
+            dry,
+            "{selector: {matchLabels: {app: db}}, action: DENY, rules: [{}]}",
+        );
+        let node = self.mesh().node_of(&self.db);
+        let mut passed = 0;
+        let labels = [("mode", "dry_run"), ("policy", "shop/db-nobody"), ("result", "denied")];
+        wait_for("the dry run to be counted", || {
+            let mut stream = self.connect(&self.frontend, self.db_service.at(5432));
+            passed += u32::from(stream.hear(b"db ready\n".len()) == b"db ready\n");
+            (node.proxy_metrics().sum("understory_policy_verdicts_total", &labels) > 0.0).then_some(())
+        });
+        let text = format!("{passed} connections passed, and are counted as denied");
+        report.check("a dry run denies nothing and is seen in the metrics", passed > 0, &text);
+
+        let start = Instant::now();
+        let mut plain = self.connect(&self.outsider, self.db.at(5432));
+        plain.hear(b"db ready\n".len());
+        self.put_policy("PeerAuthentication", "strict", "", "{mtls: {mode: STRICT}}");
+        let (_, end) = plain.hear_end();
+        report.check("STRICT ends outsider's open connection to db", end == End::Reset, &millis(start));
+        let ended = old.iter_mut().filter_map(|stream| (stream.hear_end().1 == End::Reset).then_some(())).count();
+        let text = format!("{ended} of {} in the clear", old.len());
+        report.check("    and those from before the label", ended == old.len(), &text);
+        let (bytes, end) = self.connect(&self.outsider, self.db.at(5432)).hear_end();
+        report.check("outsider → db is refused", bytes.is_empty() && end == End::Reset, "reset, without a byte");
+        let mut meshed = self.connect(&self.frontend, self.db_service.at(5432));
+        let banner = meshed.hear(b"db ready\n".len());
+        report.check("frontend → service db is served", banner == b"db ready\n", "over mutual TLS");
+        for name in ["cart-callers", "db-nobody", "strict"] {
+            self.tb.remove_manifest(&format!("{name}.yaml"));
+        }
+        wait_for("outsider to be served again", || {
+            self.connect(&self.outsider, self.db.at(5432)).try_hear().then_some(())
+        });
+    }
+
+    fn put_policy(&self, kind: &str, name: &str, metadata: &str, spec: &str) {
+        let comma = if metadata.is_empty() { "" } else { ", " };
+        let text = format!(
+            "apiVersion: security.istio.io/v1\nkind: {kind}\n\
+             metadata: {{name: {name}, namespace: shop{comma}{metadata}}}\nspec: {spec}\n"
+        );
+        self.tb.put_manifest(&format!("{name}.yaml"), &text);
+    }
+
+    fn unlabel(&self, report: &mut Report, processes: &[(u32, u32)]) {
         report.title("Remove the label");
         report.wait("all four pods to be out of the mesh");
         let start = Instant::now();
@@ -328,8 +413,6 @@ impl Demo {
         stream.hear(b"db ready\n".len());
         stream.ask(SECRET);
         report.check("new connections are plaintext again", wire.contains(SECRET), "what was sent was seen");
-        let alive = old.iter_mut().map(|stream| stream.try_ask(OPEN)).filter(|ok| *ok).count();
-        report.check("the oldest connections still go on", alive == old.len(), &format!("{alive} of {}", old.len()));
         report.check("no pod was restarted", self.processes() == processes, "same process ids");
         let peer = self.db_server.seen().last().map(|seen| seen.peer.ip());
         report.check("db sees frontend's own address", peer == Some(self.frontend.ip()), "no proxy between");
@@ -413,9 +496,12 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// An echo that may fail.
+/// What may fail.
 trait TryAsk {
+    /// An echo.
     fn try_ask(&mut self, bytes: &[u8]) -> bool;
+    /// The first byte of whoever speaks first.
+    fn try_hear(&mut self) -> bool;
 }
 
 impl TryAsk for TcpStream {
@@ -423,5 +509,10 @@ impl TryAsk for TcpStream {
         use std::io::{Read, Write};
         let mut back = vec![0; bytes.len()];
         self.write_all(bytes).and_then(|()| self.read_exact(&mut back)).is_ok() && back == bytes
+    }
+
+    fn try_hear(&mut self) -> bool {
+        use std::io::Read;
+        matches!(self.read(&mut [0]), Ok(1))
     }
 }

@@ -133,6 +133,8 @@ fn the_top_level_keys_are_those_of_the_field() {
         "config",
         "certificates",
         "workloadState",
+        // Ours.
+        "node",
     ];
     expected.sort_unstable();
     assert_eq!(keys, expected);

@@ -195,8 +195,13 @@ impl fmt::Display for Names {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0[..] {
             [] => f.write_str("without a SPIFFE identity"),
-            [one] => fmt::Display::fmt(one, f),
-            several => write!(f, "one of {several:?}"),
+            [one] => write!(f, "{one}"),
+            several => {
+                // What a stranger shows may hold thousands.
+                let more = several.len().saturating_sub(MOST_NAMES);
+                write!(f, "one of {:?}", &several[..several.len() - more])?;
+                if more > 0 { write!(f, " and {more} more") } else { Ok(()) }
+            }
         }
     }
 }
@@ -204,5 +209,24 @@ impl fmt::Display for Names {
 impl fmt::Debug for Names {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// Names of one certificate that are shown.
+const MOST_NAMES: usize = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_many_names_a_few_are_shown() {
+        let names = |count: usize| {
+            let name = |i| format!("spiffe://cluster.local/ns/shop/sa/web-{i}").parse().unwrap();
+            Names((0..count).map(name).collect()).to_string()
+        };
+        assert_eq!(names(1), "spiffe://cluster.local/ns/shop/sa/web-0");
+        assert!(names(3).ends_with("sa/web-2]") && names(3).starts_with("one of ["), "{}", names(3));
+        assert!(names(1000).ends_with("sa/web-2] and 997 more"), "{}", names(1000));
     }
 }

@@ -87,6 +87,10 @@ impl FromStr for Identity {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let fail = |reason| ParseIdentityError { text: text.chars().take(256).collect(), reason };
+        // SPIFFE-ID §2.3.
+        if text.len() > 2048 {
+            return Err(fail("longer than 2048 bytes"));
+        }
         let rest = text.strip_prefix(SCHEME).ok_or_else(|| fail("no spiffe:// in front"))?;
         let parts: Vec<&str> = rest.split('/').collect();
         let [trust_domain, "ns", namespace, "sa", service_account] = parts[..] else {
@@ -159,5 +163,10 @@ mod tests {
         ] {
             assert!(text.parse::<Identity>().is_err(), "{text:?}");
         }
+        let long = |length| format!("spiffe://cluster.local/ns/a/sa/{}", "b".repeat(length));
+        let most = 2048 - long(0).len();
+        assert!(long(most).parse::<Identity>().is_ok());
+        let error = long(most + 1).parse::<Identity>().unwrap_err().to_string();
+        assert!(error.contains("2048") && error.len() < 500, "{error}");
     }
 }

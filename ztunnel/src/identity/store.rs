@@ -13,10 +13,12 @@ use rustls::pki_types::CertificateDer;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
+mod doubts;
 mod worker;
 
 use super::{Certificate, CertificateAuthority, Identity, IssueError, Learned, Trust};
 use crate::random;
+use doubts::Doubts;
 
 /// All certificates of this proxy. Cheap to clone.
 #[derive(Clone)]
@@ -99,6 +101,7 @@ struct Shared {
     settled: watch::Sender<u64>,
     /// The roots that fresh certificates should come with, if that is known.
     expected: Mutex<Option<Expected>>,
+    doubts: Mutex<Doubts>,
     /// Wakes the worker.
     wake: Arc<Notify>,
     counters: StoreCounters,
@@ -159,6 +162,7 @@ impl Store {
             changes: watch::Sender::new(0),
             settled: watch::Sender::new(0),
             expected: Mutex::default(),
+            doubts: Mutex::default(),
             wake: Arc::default(),
             counters: StoreCounters::default(),
         });
@@ -257,6 +261,24 @@ impl Store {
         *held = Some(expected);
         drop(held);
         drop(entries);
+        self.0.wake.notify_one();
+    }
+
+    /// A peer was met that leads to none of the roots, or that does not trust ours: they may have changed without our
+    /// knowledge. Asks the authority for this identity anew, ever more rarely while that changes nothing.
+    pub fn doubt_roots(&self, identity: &Identity) {
+        let now = Instant::now();
+        let mut entries = self.0.lock();
+        // One that fails, or is on its way, is asked for anyway.
+        let Some(entry) = entries.get_mut(identity).filter(|entry| entry.failures == 0 && !entry.in_flight) else {
+            return;
+        };
+        if entry.next_try <= now || !self.0.doubts.lock().unwrap_or_else(PoisonError::into_inner).ask(now) {
+            return;
+        }
+        entry.next_try = now;
+        drop(entries);
+        tracing::info!(%identity, "a peer is not of our roots: asking the authority whether they have changed");
         self.0.wake.notify_one();
     }
 
@@ -405,6 +427,9 @@ impl Shared {
             }
             Err(_) => Learned::Same,
         };
+        if learned != Learned::Same {
+            self.doubts.lock().unwrap_or_else(PoisonError::into_inner).confirmed();
+        }
         let mut entries = self.lock();
         if result.is_ok() {
             // The authority is back: those that wait for it need not wait longer.

@@ -100,14 +100,26 @@ pub fn handshake_failure(
     own: Option<&Certificate>,
 ) -> (ResponseFlag, String) {
     match error {
-        TlsError::Peer(reason) => (refused(worker, direction, reason), reason.to_string()),
-        TlsError::Protocol(rustls::Error::AlertReceived(alert)) => alert_failure(*alert, own),
+        TlsError::Peer(reason) => {
+            if let (PeerError::Untrusted { .. }, Some(own)) = (reason, own) {
+                worker.shared.certificates.doubt_roots(own.identity());
+            }
+            (refused(worker, direction, reason), reason.to_string())
+        }
+        TlsError::Protocol(rustls::Error::AlertReceived(alert)) => alert_failure(worker, *alert, own),
         error => (ResponseFlag::TlsFailure, error.to_string()),
     }
 }
 
 /// The same for an alert by which the peer ended TLS.
-pub fn alert_failure(alert: rustls::AlertDescription, own: Option<&Certificate>) -> (ResponseFlag, String) {
+pub fn alert_failure(
+    worker: &Worker,
+    alert: rustls::AlertDescription,
+    own: Option<&Certificate>,
+) -> (ResponseFlag, String) {
+    if let (rustls::AlertDescription::UnknownCA, Some(own)) = (alert, own) {
+        worker.shared.certificates.doubt_roots(own.identity());
+    }
     let flag = match alert {
         rustls::AlertDescription::CertificateRevoked => ResponseFlag::CertRevoked,
         _ => ResponseFlag::TlsFailure,

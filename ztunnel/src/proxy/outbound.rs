@@ -257,7 +257,7 @@ fn not_opened(
             }
         },
         OpenError::Stream(StreamError::Alert(alert)) => {
-            let (flag, reason) = alert_failure(alert, own().as_deref());
+            let (flag, reason) = alert_failure(worker, alert, own().as_deref());
             Failure::new(flag, "handshake", format!("TLS with {tunnel}: {reason}"))
         }
         OpenError::Stream(StreamError::Refused { status, reason }) => {

@@ -412,6 +412,37 @@ async fn a_withdrawn_root_makes_its_certificates_be_renewed_at_once() {
     assert_eq!(authority.calls_for(&web), 1, "its certificate was of the new root already");
 }
 
+/// The authority has changed its root without overlap or announcement; strangers come at any time.
+#[tokio::test]
+async fn a_peer_of_another_root_makes_us_ask_once_whether_the_roots_have_changed() {
+    let authority = FakeAuthority::new();
+    let store = authority.store(StoreSettings::default());
+    let (cart, web) = (identity("cart"), identity("web"));
+    for identity in [&cart, &web] {
+        store.want(identity);
+        store.wait(identity, SOON).await.unwrap();
+    }
+    let new = Arc::new(TestCa::new("new root"));
+    *authority.cas.lock().unwrap() = vec![new.clone()];
+    let mut changes = store.changes();
+    store.doubt_roots(&cart);
+    (0..100).for_each(|_| store.doubt_roots(&web));
+    let all_renewed = async {
+        // The answer for one withdraws the root of the other.
+        while ![&cart, &web].iter().all(|identity| store.get(identity).is_some_and(|c| c.roots() == [new.root_der()])) {
+            changes.changed().await.unwrap();
+        }
+    };
+    tokio::time::timeout(SOON, all_renewed).await.expect("both certificates are of the new root");
+    assert_eq!((authority.calls_for(&cart), authority.calls_for(&web)), (2, 2));
+    store.doubt_roots(&cart);
+    assert!(
+        tokio::time::timeout(Duration::from_millis(200), changes.changed()).await.is_err(),
+        "not asked again so soon"
+    );
+    store.doubt_roots(&identity("unknown"));
+}
+
 #[test]
 fn renewal_is_at_half_life_with_jitter_and_never_a_hot_loop() {
     let ca = TestCa::new("root");

@@ -392,3 +392,43 @@ fn a_root_that_has_ended_is_left_out_where_others_are_there() {
 /// Permitted: URIs of example.com.
 const URI_CONSTRAINT: &[u8] =
     &[0x30, 0x11, 0xa0, 0x0f, 0x30, 0x0d, 0x86, 0x0b, b'e', b'x', b'a', b'm', b'p', b'l', b'e', b'.', b'c', b'o', b'm'];
+
+proptest::proptest! {
+    #![proptest_config(proptest::prelude::ProptestConfig::with_cases(300))]
+    /// Files that somebody has cut, or that a disk has spoilt: either they are refused with their names, or what is left
+    /// of them signs certificates that peers take.
+    #[test]
+    fn spoilt_files_are_refused_by_name_or_are_good_all_the_same(
+        file in 0..4usize, at: proptest::sample::Index, change in 0..3u8, bit in 0..8u32
+    ) {
+        static GOOD: std::sync::LazyLock<[(&str, String); 4]> = std::sync::LazyLock::new(|| {
+            let root = Outside::root("root");
+            let between = root.below("between");
+            let signer = between.below("signer");
+            let chain = [signer.pem(), between.pem()].concat();
+            let key = signer.key_pem();
+            [("ca-key.pem", key), ("ca-cert.pem", signer.pem()), ("cert-chain.pem", chain), ("root-cert.pem", root.pem())]
+        });
+        let dir = Dir::new("spoilt");
+        fs::create_dir_all(&dir.0).unwrap();
+        for (number, (name, text)) in GOOD.iter().enumerate() {
+            let mut text = text.clone().into_bytes();
+            let at = at.index(text.len());
+            match change {
+                _ if number != file => {}
+                0 => text.truncate(at),
+                1 => text[at] ^= 1 << bit,
+                _ => drop(text.remove(at)),
+            }
+            fs::write(dir.path(name), text).unwrap();
+        }
+        match dir.open() {
+            Ok(ca) => all_connect(&[&Workload::new(&ca)]),
+            Err(error) => {
+                let text = error.to_string();
+                proptest::prop_assert!(GOOD.iter().any(|(name, _)| text.contains(name)), "{text}");
+                proptest::prop_assert!(!text.contains(GOOD[0].1.lines().nth(1).unwrap()), "a key in {text}");
+            }
+        }
+    }
+}

@@ -458,6 +458,7 @@ impl Demo {
             ("its metrics", "node0", "15020/metrics"),
             ("the agent's list of the node's pods, with reasons", "node0", "15014/status"),
             ("what control serves", "control", "15014/debug/resources"),
+            ("which roots there are, and what signs", "control", "15014/debug/ca"),
         ] {
             say(what, &format!("enter/{place} curl -s 127.0.0.1:{page}"));
         }

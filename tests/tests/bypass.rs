@@ -4,7 +4,21 @@ use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use testbed::{Behaviour, HboneClient, Place, Server, Shop, StreamExt, wait_for};
+use testbed::{Behaviour, Dial, HboneClient, Place, Server, Shop, StreamExt, wait_for};
+
+const STRICT: &str = "\
+apiVersion: security.istio.io/v1
+kind: PeerAuthentication
+metadata: {name: strict, namespace: shop}
+spec: {mtls: {mode: STRICT}}
+";
+
+const ONLY_NEAR: &str = "\
+apiVersion: security.istio.io/v1
+kind: AuthorizationPolicy
+metadata: {name: only-near, namespace: shop}
+spec: {rules: [{from: [{source: {principals: [cluster.local/ns/shop/sa/near]}}]}]}
+";
 
 /// Only `near` may, on one port of `far`. Gives what has come to the app from others before that was enforced.
 fn only_near() -> (Shop, Server, usize) {
@@ -23,9 +37,11 @@ fn only_near() -> (Shop, Server, usize) {
 
 /// Whether anything comes back, from an own address or the one that is pretended.
 fn reaches(from: &Place, to: SocketAddr, pretended: &[std::net::IpAddr]) -> bool {
-    let dial = from.dial(to).timeout(Duration::from_secs(2));
-    let dial = pretended.iter().fold(dial, |dial, ip| dial.from_ip(*ip));
-    let Ok(mut stream) = dial.connect() else { return false };
+    ends_with_an_answer(pretended.iter().fold(from.dial(to), |dial, ip| dial.from_ip(*ip)))
+}
+
+fn ends_with_an_answer(dial: Dial<'_>) -> bool {
+    let Ok(mut stream) = dial.timeout(Duration::from_secs(2)).connect() else { return false };
     let _ = stream.set_read_timeout(Some(Duration::from_secs(2)));
     stream.write_all(b"GET / HTTP/1.1\r\n\r\n").is_ok() && matches!(stream.read(&mut [0]), Ok(1))
 }
@@ -120,4 +136,51 @@ fn claims_in_headers_and_authorities_of_neighbours_open_nothing() {
     // The log tells who it was, not who it claimed to be.
     let line = shop.mesh().node(1).wait_access_line("a refusal", |line| line.get("response_flags") == "DENY");
     assert_eq!(line.get("src.identity"), shop.client.identity(), "{}", line.text);
+}
+
+/// STRICT, and only `near` may, anywhere in the namespace. Every way to the apps of `far` and `client`, for whoever is not
+/// in the mesh, and for whoever is in it and not named.
+#[test]
+fn under_strict_no_way_leads_to_an_app_but_for_whom_the_policy_names() {
+    let shop = Shop::in_mesh();
+    let (plain, outside) = (shop.tb.pod("legacy/plain").start(), shop.tb.outside("laptop"));
+    let plain_far = shop.tb.pod("legacy/beside").on(shop.tb.node(1)).start();
+    let apps = [&shop.far, &shop.client];
+    let servers = apps.map(|pod| pod.serve(8080, Behaviour::Echo));
+    assert!(reaches(&plain_far, shop.far.at(8080), &[]), "it is served, or the rest shows nothing");
+    shop.tb.put_manifest("strict.yaml", STRICT);
+    shop.tb.put_manifest("only-near.yaml", ONLY_NEAR);
+    for node in shop.mesh().nodes() {
+        wait_for(&format!("both policies on {}", node.name()), || {
+            let dump = node.config_dump();
+            let policies = dump["policies"].as_array()?;
+            let has = |part: &str| policies.iter().any(|p| p["name"].as_str().is_some_and(|n| n.contains(part)));
+            (has("only-near") && has("strict")).then_some(())
+        });
+    }
+    let before = servers.each_ref().map(|server| server.seen().len());
+    let services = [shop.far_service.at(80), shop.far_service.at6(80)];
+    for pod in apps {
+        // A pod in the mesh that reaches itself is not in the way of any policy.
+        let from: [&Place; 5] = [&plain, &plain_far, &outside, &shop.client, &shop.far];
+        for from in from.into_iter().filter(|from| from.name() != pod.name()) {
+            for to in [pod.at(8080), pod.at6(8080)] {
+                assert!(!reaches(from, to, &[]), "{} → {to}", from.name());
+            }
+            let to = pod.at(8080);
+            assert!(!ends_with_an_answer(from.dial(to).mapped()), "{} → {to}, IPv4-mapped", from.name());
+            // Past its own proxy, as a process that may mark its sockets could try.
+            for mark in [1, 0x539, 0x111] {
+                assert!(!ends_with_an_answer(from.dial(to).mark(mark)), "{} → {to} with mark {mark}", from.name());
+            }
+        }
+    }
+    for (from, to) in [&*shop.client, &*plain, &*plain_far].into_iter().flat_map(|from| services.map(|to| (from, to))) {
+        assert!(!reaches(from, to, &[]), "{} → {to}", from.name());
+    }
+    // What was let through would be there before a later connection.
+    for (pod, (server, before)) in apps.iter().zip(servers.iter().zip(before)) {
+        shop.near.connect(pod.at(8080)).expect("connect").ask(b"near may");
+        assert_eq!(server.wait_seen(before + 1).len(), before + 1, "{}", pod.name());
+    }
 }

@@ -260,8 +260,9 @@ fn a_denied_renewal_ends_open_connections_with_the_certificate_and_a_missing_ans
     });
     rig.ca.set("denied", Manner::Denies);
     rig.ca.set("hanging", Manner::Hangs);
-    assert_eq!(streams[0].hear_end().1, End::Reset);
     let node = rig.shop.mesh().node(0);
+    node.wait_proxy_count(1.0, "understory_certificates_denied", &[]);
+    assert_eq!(streams[0].hear_end().1, End::Reset);
     let line = node.wait_access_line("the denied one", |line| line.get("src.workload") == "denied");
     for part in ["closed because the renewal", "sa/denied", "its renewal is denied"] {
         assert!(line.get("error").contains(part), "{part:?} in {}", line.text);

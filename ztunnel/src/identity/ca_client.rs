@@ -109,7 +109,7 @@ impl CaClient {
                     identity: identity.clone(),
                     authority: authority.clone(),
                     reason: describe_status(&status),
-                    denied: matches!(status.code(), Code::PermissionDenied | Code::Unauthenticated),
+                    denied: decides_against(&status),
                 },
             })?
             .into_inner();
@@ -147,6 +147,16 @@ impl CertificateAuthority for CaClient {
 
     fn issue(&self, identity: Identity) -> Pin<Box<dyn Future<Output = Result<Certificate, IssueError>> + Send + '_>> {
         Box::pin(self.request(identity))
+    }
+}
+
+/// Whether an answer is about the identity. That we could not be made out ourselves is none: istiod and `control` say it
+/// with these words, also where the cluster's API, which they would ask about our token, is away.
+fn decides_against(status: &tonic::Status) -> bool {
+    match status.code() {
+        Code::PermissionDenied => true,
+        Code::Unauthenticated => !status.message().contains("request authenticate failure"),
+        _ => false,
     }
 }
 

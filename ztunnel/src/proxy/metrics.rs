@@ -223,6 +223,12 @@ fn seconds_until(time: SystemTime) -> f64 {
 
 fn certificates(metrics: &Metrics, shared: &Arc<Shared>) {
     let of = shared.clone();
+    metrics.gauge(
+        "understory_certificates_denied",
+        "Identities that the authority has decided against since it last issued a certificate for them",
+        move || of.certificates.states().iter().filter(|entry| entry.denied).count() as f64,
+    );
+    let of = shared.clone();
     metrics.gauges("understory_certificates", "Identities by the state of their certificate", move |samples| {
         let mut states = BTreeMap::from([("available", 0u32), ("initializing", 0), ("unavailable", 0)]);
         for entry in of.certificates.states() {

@@ -17,6 +17,7 @@ enum Manner {
     Denies,
     Hangs,
     OnlyLeaf,
+    NotMadeOut,
     OtherIdentity,
     Garbage,
     Expired,
@@ -54,6 +55,7 @@ impl IstioCertificateService for Service {
             Manner::Denies => {
                 return Err(Status::unauthenticated("request impersonation authentication failure"));
             }
+            Manner::NotMadeOut => return Err(Status::unauthenticated("request authenticate failure")),
             Manner::Hangs => std::future::pending().await,
             Manner::OtherIdentity => leaf.names = vec!["spiffe://cluster.local/ns/shop/sa/other".into()],
             Manner::Expired => leaf.not_after = leaf.not_before + Duration::from_secs(1),
@@ -178,6 +180,7 @@ async fn every_bad_answer_is_refused_with_identity_authority_and_reason() {
         (Manner::Denies, "impersonation authentication failure"),
         (Manner::Hangs, "no answer within 1s"),
         (Manner::OnlyLeaf, "leaf and the trust roots are needed"),
+        (Manner::NotMadeOut, "request authenticate failure"),
         (Manner::OtherIdentity, "the leaf is for spiffe://cluster.local/ns/shop/sa/other"),
         (Manner::Garbage, "certificate number 1 in it is broken"),
         (Manner::Expired, "is a clock wrong?"),

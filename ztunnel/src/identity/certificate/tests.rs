@@ -98,6 +98,11 @@ fn a_server_with_another_identity_is_refused_and_named() {
     assert_eq!((client.unwrap(), server.unwrap()), (identity("cart"), identity("web")));
 }
 
+/// Whether a text has a time, give or take what passes between two looks at the clock.
+fn tells(text: &str, time: SystemTime) -> bool {
+    (0..20).any(|second| text.contains(&rfc3339(time + Duration::from_secs(2) - Duration::from_secs(second))))
+}
+
 #[test]
 fn each_bad_client_gets_the_alert_that_says_why() {
     let ca = TestCa::new("root");
@@ -135,8 +140,7 @@ fn each_bad_client_gets_the_alert_that_says_why() {
     let leaf = ca.sign(&old, &key);
     let (description, text) = alert(client_with(&ca, vec![leaf], key));
     assert_eq!(description, AlertDescription::CertificateExpired);
-    let (ended, now) = (rfc3339(old.not_after)[..16].to_owned(), rfc3339(SystemTime::now())[..16].to_owned());
-    assert!(text.contains(&ended) && text.contains(&now) && text.contains("sa/web"), "{text}");
+    assert!(tells(&text, old.not_after) && tells(&text, SystemTime::now()) && text.contains("sa/web"), "{text}");
 
     // Not valid yet, as with a clock that is behind.
     let key = PrivateKey::generate().unwrap();
@@ -144,8 +148,7 @@ fn each_bad_client_gets_the_alert_that_says_why() {
     let leaf = ca.sign(&early, &key);
     let (description, text) = alert(client_with(&ca, vec![leaf], key));
     assert_eq!(description, AlertDescription::CertificateExpired);
-    let (begins, now) = (rfc3339(early.not_before)[..16].to_owned(), rfc3339(SystemTime::now())[..16].to_owned());
-    assert!(text.contains(&begins) && text.contains(&now) && text.contains("clock"), "{text}");
+    assert!(tells(&text, early.not_before) && tells(&text, SystemTime::now()) && text.contains("clock"), "{text}");
 
     // Another trust domain, no identity.
     for name in ["spiffe://elsewhere/ns/shop/sa/web", "https://example.org"] {
@@ -203,7 +206,7 @@ fn what_is_not_what_was_asked_for_never_becomes_a_certificate() {
         let leaf = ca.sign(&Leaf { not_before, not_after, ..Leaf::of(&cart) }, &*key);
         let error = make(vec![leaf], vec![ca.root_der()]).unwrap_err();
         assert!(matches!(error, CertificateError::NotValidNow { .. }));
-        assert!(error.to_string().contains(&rfc3339(now)[..16]), "{error}");
+        assert!(tells(&error.to_string(), SystemTime::now()), "{error}");
     }
 
     let only_leaf = Certificate::from_pem_chain(&cart, key, &[b"x"], Trust::new(TrustSettings::default()));

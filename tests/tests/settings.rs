@@ -73,6 +73,21 @@ fn wrong_settings_stop_agent_and_control_with_name_and_value() {
     }
 }
 
+/// Said at once, and not for each pod when one comes.
+#[test]
+fn a_proxy_without_the_rights_that_it_needs_says_which() {
+    let tb = control_only();
+    let node = tb.mesh().node(0);
+    for (capability, name) in [("-sys_admin", "CAP_SYS_ADMIN"), ("-net_admin", "CAP_NET_ADMIN")] {
+        let proxy = tb.mesh().proxy_command(node, &[]);
+        let mut command = tb.node(0).command("setpriv");
+        command.arg(format!("--bounding-set={capability}")).arg(proxy.get_program()).args(proxy.get_args());
+        command.envs(proxy.get_envs().filter_map(|(key, value)| Some((key, value?))));
+        let (output, text) = ends(command);
+        assert!(!output.status.success() && text.contains(&format!("lacks {name}")), "{text}");
+    }
+}
+
 #[test]
 fn an_unreadable_root_keeps_the_proxy_unready_until_it_is_there() {
     let tb = control_only();

@@ -30,6 +30,16 @@ pub enum Drained {
     Cut(usize),
 }
 
+impl std::fmt::Display for Drained {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Whole => f.write_str("all connections were over"),
+            Self::Cut(1) => f.write_str("1 connection is cut"),
+            Self::Cut(count) => write!(f, "{count} connections are cut"),
+        }
+    }
+}
+
 impl Shutdown {
     pub fn new() -> Self {
         Self { order: Arc::new(watch::Sender::new(None)), work: Arc::new(watch::Sender::new(0)) }

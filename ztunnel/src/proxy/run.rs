@@ -4,6 +4,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::thread::CapabilitySet;
+
 use super::config::ProxyConfig;
 use super::dump::{MeshDump, certificates};
 use super::pods::Pods;
@@ -32,11 +34,14 @@ pub enum ProxyError {
     Bind(#[from] BindError),
     #[error("cannot {step}: {source}")]
     Io { step: &'static str, source: io::Error },
+    #[error("the proxy lacks {missing}, without which it cannot {what}: run it as root, or give it the capability")]
+    Rights { missing: &'static str, what: &'static str },
 }
 
 /// Runs the proxy to its end. `logging` has been started.
 pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
     let failed = |step| move |source| ProxyError::Io { step, source };
+    check_rights().map_err(failed("read the process's capabilities"))??;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(failed("start the runtime"))?;
     raise_descriptor_limit();
@@ -118,10 +123,21 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
             connection.close(CloseReason::DrainDeadline);
         }
         shutdown.drained(LAST_LINES).await;
-        tracing::info!(why, ?drained, "the proxy ends");
+        tracing::info!(why, %drained, "the proxy ends");
         logging.flush(LOG_FLUSH);
         Ok(())
     })
+}
+
+/// Said at once, and not for each pod later.
+fn check_rights() -> io::Result<Result<(), ProxyError>> {
+    let held = rustix::thread::capabilities(None)?.effective;
+    let needed = [
+        (CapabilitySet::SYS_ADMIN, "CAP_SYS_ADMIN", "enter pods' network namespaces"),
+        (CapabilitySet::NET_ADMIN, "CAP_NET_ADMIN", "dial with a client's address"),
+    ];
+    let missing = needed.into_iter().find(|(capability, ..)| !held.contains(*capability));
+    Ok(missing.map_or(Ok(()), |(_, missing, what)| Err(ProxyError::Rights { missing, what })))
 }
 
 fn xds(config: &ProxyConfig) -> ControlPlane {

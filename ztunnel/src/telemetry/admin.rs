@@ -25,17 +25,17 @@ pub fn admin_pages(dump: Sources, logging: Logging, shutdown: Shutdown) -> Route
 /// The readiness server's pages: `/healthz/ready`, and `/healthz/live` for liveness.
 pub fn readiness_pages(readiness: Readiness, watchdog: Watchdog) -> Router {
     let router = Router::new().get("/healthz/ready", move |_| match &*readiness.pending_tasks() {
-        [] => Response::text(StatusCode::OK, "ready"),
+        [] => Response::text(StatusCode::OK, "ready\n"),
         pending => {
-            let text = format!("not ready, pending: {}", pending.join(", "));
+            let text = format!("not ready, pending: {}\n", pending.join(", "));
             Response::text(StatusCode::INTERNAL_SERVER_ERROR, text)
         }
     });
     router.get("/healthz/live", move |_| match &*watchdog.stuck() {
-        [] => Response::text(StatusCode::OK, "alive"),
+        [] => Response::text(StatusCode::OK, "alive\n"),
         stuck => {
             let each = stuck.iter().map(|(name, silence)| format!("{name} ({} s)", silence.as_secs()));
-            let text = format!("not alive, stuck: {}", each.collect::<Vec<_>>().join(", "));
+            let text = format!("not alive, stuck: {}\n", each.collect::<Vec<_>>().join(", "));
             Response::text(StatusCode::INTERNAL_SERVER_ERROR, text)
         }
     })

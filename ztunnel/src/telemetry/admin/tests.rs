@@ -126,13 +126,13 @@ async fn readiness_names_what_is_pending() {
     let watchdog = Watchdog::new(Duration::from_secs(10));
     let requests = [("GET", "/healthz/ready"), ("POST", "/healthz/ready"), ("GET", "/healthz/live")];
     let answers = ask(readiness_pages(readiness.clone(), watchdog.clone()), &requests).await;
-    assert_eq!(answers[0], (500, "not ready, pending: state manager, proxy workload manager".into()));
+    assert_eq!(answers[0], (500, "not ready, pending: state manager, proxy workload manager\n".into()));
     assert_eq!(answers[1].0, 405);
-    assert_eq!(answers[2], (200, "alive".into()));
+    assert_eq!(answers[2], (200, "alive\n".into()));
     state.done();
     pods.done();
     let answers = ask(readiness_pages(readiness, watchdog), &requests).await;
-    assert_eq!(answers[0], (200, "ready".into()));
+    assert_eq!(answers[0], (200, "ready\n".into()));
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! The two shapes of a log line.
 
 use std::cell::RefCell;
-use std::fmt::{self, Debug, Write};
+use std::fmt::{Debug, Write};
 use std::time::SystemTime;
 
 use tracing::field::{Field, Visit};
@@ -135,7 +135,13 @@ impl Visit for Plain<'_> {
             return;
         }
         self.key(field);
-        let _ = write!(Escaped(self.out), "{value:?}");
+        let text = format!("{value:?}");
+        // A text that was formatted: without quotes nobody could tell where it ends.
+        if text.contains(' ') && !text.starts_with('"') {
+            let _ = write!(self.out, "{text:?}");
+        } else {
+            write_escaped(self.out, &text);
+        }
     }
 }
 
@@ -191,16 +197,6 @@ impl Visit for Json<'_> {
         self.key(field);
         // JSON has no NaN and no infinity.
         let _ = if value.is_finite() { write!(self.out, "{value}") } else { write!(self.out, "\"{value}\"") };
-    }
-}
-
-/// A writer that escapes control characters.
-struct Escaped<'a>(&'a mut String);
-
-impl Write for Escaped<'_> {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        write_escaped(self.0, text);
-        Ok(())
     }
 }
 

@@ -35,7 +35,7 @@ fn one_event() {
     let _entered = span.enter();
     let none: Option<&str> = None;
     let (addr, workload) = ("10.0.0.1:80", "a \"b\"");
-    event!(target: "access", Level::INFO, src.addr = %addr, src.workload = workload, none, bytes_sent = 7u64, "connection complete");
+    event!(target: "access", Level::INFO, src.addr = %addr, src.workload = workload, why = %"no way", none, bytes_sent = 7u64, "connection complete");
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn a_plain_line_has_tabs_between_columns_and_quotes_around_texts() {
             "info",
             "access{id=\"00-ab\"}",
             "connection complete",
-            r#"src.addr=10.0.0.1:80 src.workload="a \"b\"" bytes_sent=7"#
+            r#"src.addr=10.0.0.1:80 src.workload="a \"b\"" why="no way" bytes_sent=7"#
         ]
     );
 }

@@ -1,10 +1,11 @@
-//! The project's build tool: `cargo xtask setup | demo | test | bench | ebpf`.
+//! The project's build tool: `cargo xtask setup | demo | test | bench | fuzz | ebpf`.
 //!
 //! Must never need anything but rustup's stable toolchain and Debian's packages, and says which of those is missing.
 
 mod build;
 mod check;
 mod ebpf;
+mod fuzz;
 mod packages;
 mod preflight;
 
@@ -41,6 +42,15 @@ enum Command {
         /// Only check that the committed object is what its source says
         #[arg(long)]
         check: bool,
+    },
+    /// Look for inputs from the network that break what must hold of them; the last line says what was found
+    Fuzz {
+        /// What is fuzzed: policy, as it comes over the wire
+        #[arg(value_name = "TARGET", default_value = "policy")]
+        target: fuzz::Target,
+        /// How long, in seconds
+        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+        seconds: u32,
     },
     /// Measure direct connections, two plain relays and the mesh; see `cargo xtask bench --help`
     #[command(disable_help_flag = true)]
@@ -83,6 +93,7 @@ fn run(command: Command) -> Result<ExitCode> {
             ebpf::run(build::root(), check)?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::Fuzz { target, seconds } => fuzz::run(target, seconds),
         Command::Test { filter } => check::run(filter.as_deref()),
         Command::Bench { args } => {
             let args: Vec<&str> = args.iter().map(String::as_str).collect();

@@ -43,6 +43,10 @@ pub const ALL: &[Need] = &[
     need(FAKETIME, "libfaketime"),
 ];
 
+/// For building the fuzz targets, beside what is needed for [building](DEMO): libFuzzer is C++.
+pub const FUZZ: &[Need] =
+    &[need("cc", "gcc"), need("/usr/include/stdlib.h", "libc6-dev"), need("make", "make"), need("c++", "g++")];
+
 /// For building the eBPF object.
 pub const EBPF: &[Need] = &[
     need("/usr/bin/rustc", "rustc-web"),

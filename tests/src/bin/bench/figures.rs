@@ -10,6 +10,7 @@ use crate::paths::Path;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     CpuMs,
+    Ms,
     CpuS,
     Us,
     Ns,
@@ -24,6 +25,7 @@ impl Unit {
     fn name(self) -> &'static str {
         match self {
             Self::CpuMs => "CPU ms",
+            Self::Ms => "ms",
             Self::CpuS => "CPU s",
             Self::Us => "µs",
             Self::Ns => "ns",
@@ -40,6 +42,8 @@ impl Unit {
 enum Mark {
     /// At most so many times the relay's.
     OfRelay(f64),
+    /// At most so much more than another figure of the mesh, and so many times it.
+    Beside(&'static str, f64, f64),
     AtMost(f64),
     AtLeast(f64),
 }
@@ -58,6 +62,9 @@ const MARKS: &[(&str, Mark)] = &[
     ("policy_verdict_ns_10000", Mark::AtMost(2000.0)),
     ("policies_10k_mb", Mark::AtMost(20.0)),
     ("rate_with_20_policies_over_without", Mark::AtLeast(0.97)),
+    ("cold_identity_ms", Mark::Beside("ca_round_trip_ms", 20.0, 1.0)),
+    // What is measured twice differs by so much.
+    ("prefetched_first_connection_ms", Mark::Beside("warm_first_connection_ms", 0.0, 1.25)),
 ];
 
 /// Path and name → unit and one value per round.
@@ -142,6 +149,10 @@ impl Figures {
         let (holds, text) = match mark {
             Mark::OfRelay(times) => match self.median_of("relay", name) {
                 Some(relay) => (mesh <= relay * times, format!("≤ {times} × relay")),
+                None => return String::new(),
+            },
+            Mark::Beside(other, more, times) => match self.median_of("mesh", other) {
+                Some(value) => (mesh <= value * times + more, format!("≤ {times} × {other} + {more}")),
                 None => return String::new(),
             },
             Mark::AtMost(most) => (mesh <= *most, format!("≤ {most}")),

@@ -2,6 +2,7 @@
 //! run, as a table and as JSON.
 
 mod figures;
+mod identity;
 mod measure;
 mod paths;
 mod policy;
@@ -42,6 +43,11 @@ impl Cli {
     fn wants(&self, names: &[&str]) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| names.iter().any(|name| name.contains(only.as_str())))
     }
+
+    /// Is any other figure asked for than these?
+    fn wants_others(&self, names: &[&str]) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| !names.iter().any(|name| name.contains(only.as_str())))
+    }
 }
 
 fn main() -> ExitCode {
@@ -63,7 +69,7 @@ fn main() -> ExitCode {
     let mut figures = Figures::default();
     // First, while this process is small.
     policy::memory(&cli, &mut figures);
-    let bench = (!policy::is_all(&cli)).then(|| Bench::set_up(&cli));
+    let bench = cli.wants_others(&[&policy::NAMES[..], &identity::NAMES].concat()).then(|| Bench::set_up(&cli));
     if let Some(bench) = &bench {
         measure::memory(bench, &cli, &mut figures);
     }
@@ -73,6 +79,11 @@ fn main() -> ExitCode {
         if let Some(bench) = &bench {
             measure::round(bench, &cli, &mut figures);
         }
+    }
+    drop(bench);
+    if cli.paths.contains(&Path::Mesh) && cli.wants(&identity::NAMES) {
+        let identities = identity::Identities::set_up();
+        (0..cli.rounds).for_each(|round| identities.round(&cli, round, &mut figures));
     }
     if figures.is_empty() {
         eprintln!("error: no figure of the paths {:?} has a name with one of {:?} in it", cli.paths, cli.only);

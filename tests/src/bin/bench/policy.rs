@@ -18,13 +18,8 @@ use crate::paths::Path;
 
 /// Policies that apply to the pod that is connected to: of the mesh, of its namespace, and named by it.
 const APPLYING: usize = 20;
-const NAMES: [&str; 4] =
+pub const NAMES: [&str; 4] =
     ["policy_verdict_ns_1000", "policy_verdict_ns_10000", "policies_10k_mb", "policy_change_us_10000"];
-
-/// Whether anything else than these figures is asked for.
-pub fn is_all(cli: &Cli) -> bool {
-    !cli.only.is_empty() && cli.only.iter().all(|only| NAMES.iter().any(|name| name.contains(only.as_str())))
-}
 
 /// It is the mesh's path that has policies.
 fn wants(cli: &Cli, name: &str) -> bool {

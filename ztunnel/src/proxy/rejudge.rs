@@ -42,7 +42,7 @@ pub async fn run(shared: Arc<Shared>) {
 }
 
 /// A connection has just been established that was judged by `judged_by`: if the policies have changed since, it is
-/// judged again, because [`run`] may not have seen it.
+/// judged again, because [`run`] may not have seen it. What cannot be decided then ends: nobody would look again.
 pub fn established(shared: &Shared, pod: &Pod, connection: &telemetry::Connection, judged_by: &Arc<PolicySet>) {
     let policies = {
         let mesh = shared.mesh.load();
@@ -51,7 +51,7 @@ pub fn established(shared: &Shared, pod: &Pod, connection: &telemetry::Connectio
             _ => return,
         }
     };
-    judge(shared, &connection.live(), &policies, false);
+    judge(shared, &connection.live(), &policies, true);
 }
 
 /// The pods, and what their connections were last judged by.

@@ -31,6 +31,7 @@ mod tests;
 
 use authority::{LeafTerms, workload_usages};
 pub use cert::CertReport;
+pub(crate) use files::unlike_any_other;
 pub use files::write_whole;
 pub use folder::FolderWatch;
 use in_force::{Event, InForce};

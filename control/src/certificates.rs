@@ -104,7 +104,7 @@ impl IstioCertificateService for Certificates {
             Status::from(error)
         })?;
         if let Some(from) = from {
-            from.is_known();
+            from.is_known(self.rules.trusted.contains(&caller.account()));
         }
         let request = request.into_inner();
         let wanted = impersonated(&request);

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use ztunnel::identity::rfc3339;
 use ztunnel::manifests::{ObjectKey, ObjectName, SecurityKind};
 
+use crate::ca::unlike_any_other;
 use crate::metrics::Metrics;
 use crate::model::{PolicyStatus, Snapshot};
 use crate::policy::{Condition, State};
@@ -251,9 +252,12 @@ fn write(path: &Path, kind: SecurityKind, name: &ObjectName, status: &PolicyStat
         return Ok(());
     }
     // Not synced: after a crash of the machine it is written again.
-    let fresh = path.with_extension(format!("{}.new", std::process::id()));
-    fs::write(&fresh, text)?;
-    fs::rename(&fresh, path)
+    let fresh = path.with_extension(format!("{}.new", unlike_any_other()));
+    let renamed = fs::write(&fresh, text).and_then(|()| fs::rename(&fresh, path));
+    if renamed.is_err() {
+        let _ = fs::remove_file(&fresh);
+    }
+    renamed
 }
 
 /// `<kind>_<namespace>_<name>.yaml`; names have no underscore. One that is too long for a file ends in its hash.

@@ -148,7 +148,7 @@ impl Control {
             objects,
             rules: Rules {
                 trust_domain: args.trust_domain,
-                trusted: args.trusted_node_account,
+                trusted: args.trusted_node_account.clone(),
                 leaf_ttl: args.leaf_ttl,
                 longest_life,
             },
@@ -165,6 +165,7 @@ impl Control {
             metrics: metrics.clone(),
             shutdown: shutdown.clone(),
             hush: Hush::new(LINES),
+            proxies: args.trusted_node_account,
         };
         let parts = Parts {
             ca,

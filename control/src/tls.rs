@@ -8,7 +8,7 @@ use std::future::Future;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime};
@@ -44,7 +44,7 @@ pub struct Serving {
 pub struct Secured {
     stream: TlsStream<TcpStream>,
     peer: Peer,
-    /// Until its peer is known.
+    /// Until its peer is known as a node's proxy.
     stranger: Option<(Stranger, Pin<Box<Sleep>>)>,
     _slot: OwnedSemaphorePermit,
     _open: Open,
@@ -54,10 +54,20 @@ pub struct Secured {
 #[derive(Debug, Clone)]
 pub struct Peer {
     address: SocketAddr,
-    known: Arc<AtomicBool>,
+    rank: Arc<AtomicU8>,
 }
 
-/// Connections by address on which no valid token has come yet.
+/// What the peer of a connection has shown, each above the one before; 0 is nothing yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+enum Rank {
+    /// A token of somebody of the cluster: the connection may stay, and counts for its address.
+    Caller = 1,
+    /// A token of a node's proxy.
+    Proxy = 2,
+}
+
+/// Connections by address that are not of node proxies.
 #[derive(Debug, Default)]
 struct Strangers(Mutex<HashMap<IpAddr, usize>>);
 
@@ -69,16 +79,21 @@ struct Stranger {
 
 impl Peer {
     pub fn new(address: SocketAddr) -> Self {
-        Self { address, known: Arc::default() }
+        Self { address, rank: Arc::default() }
     }
 
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// It has shown a valid token: its connection may stay.
-    pub fn is_known(&self) {
-        self.known.store(true, Ordering::Relaxed);
+    /// It has shown a valid token, of a node's proxy or of somebody else.
+    pub fn is_known(&self, is_proxy: bool) {
+        let rank = if is_proxy { Rank::Proxy } else { Rank::Caller };
+        self.rank.fetch_max(rank as u8, Ordering::Relaxed);
+    }
+
+    fn has(&self, rank: Rank) -> bool {
+        self.rank.load(Ordering::Relaxed) >= rank as u8
     }
 }
 
@@ -238,9 +253,10 @@ impl Connected for Secured {
 
 impl AsyncRead for Secured {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.peer.known.load(Ordering::Relaxed) {
+        if self.peer.has(Rank::Proxy) {
             self.stranger = None;
-        } else if let Some((_, limit)) = &mut self.stranger
+        } else if !self.peer.has(Rank::Caller)
+            && let Some((_, limit)) = &mut self.stranger
             && limit.as_mut().poll(cx).is_ready()
         {
             tracing::debug!(peer = %self.peer.address, limit = ?TOKEN_LIMIT, "no valid token came: disconnected");
@@ -278,7 +294,8 @@ const MAX_CONNECTIONS: usize = 20_000;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// From the end of the handshake to a valid token.
 const TOKEN_LIMIT: Duration = Duration::from_secs(15);
-/// A node's proxy has two connections. Many nodes may come from one address, but not all in one moment.
+/// A node's proxy has two connections, which do not count once it is known. Many nodes may come from one address, but not
+/// all in one moment.
 const STRANGERS_OF_ADDRESS: usize = 64;
 static ACCEPT_HUSH: Hush = Hush::new(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

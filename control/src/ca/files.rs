@@ -20,9 +20,7 @@ pub fn write_whole(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 /// The same, for another user where it must be readable to him. Only root can.
 pub(super) fn write_as(path: &Path, bytes: &[u8], mode: u32, owner: Option<u32>) -> io::Result<()> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-    // Of two processes that write at once, each has its own.
-    let fresh = path.with_file_name(format!(".{name}.{}.new", std::process::id()));
-    let _ = fs::remove_file(&fresh);
+    let fresh = path.with_file_name(format!(".{name}.{}.new", unlike_any_other()));
     let written = OpenOptions::new().write(true).create_new(true).mode(mode).open(&fresh).and_then(|mut file| {
         if let Some(owner) = owner.filter(|owner| *owner != own_user()) {
             fchown(&file, Some(owner), None)?;
@@ -35,6 +33,12 @@ pub(super) fn write_as(path: &Path, bytes: &[u8], mode: u32, owner: Option<u32>)
         let _ = fs::remove_file(&fresh);
     }
     renamed
+}
+
+/// Part of a name that no other process takes, though in containers all may have one number.
+pub(crate) fn unlike_any_other() -> String {
+    let number = ztunnel::random::next_u64();
+    format!("{}-{number:016x}", std::process::id())
 }
 
 /// A rename lasts once the folder has been written.

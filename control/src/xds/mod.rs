@@ -38,6 +38,8 @@ pub struct Discovery {
     /// Ends all streams, so that their nodes go to another replica.
     pub shutdown: Shutdown,
     pub hush: Hush,
+    /// Accounts of node proxies, `namespace/name`.
+    pub proxies: Vec<String>,
 }
 
 #[tonic::async_trait]
@@ -63,7 +65,7 @@ impl AggregatedDiscoveryService for Discovery {
             Status::from(error)
         })?;
         if let Some(from) = from {
-            from.is_known();
+            from.is_known(self.proxies.contains(&caller.account()));
         }
         let (send, queue) = mpsc::channel(QUEUE);
         let session =

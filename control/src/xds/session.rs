@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, watch};
 use tonic::{Status, Streaming};
 use ztunnel::lifecycle::Shutdown;
 use ztunnel::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
+use ztunnel::telemetry::log::Hush;
 
 use super::node::Proxy;
 use super::subscription::{Answer, Subscription};
@@ -67,7 +68,9 @@ impl Session {
             End::Stopping => tracing::debug!(account, peer, "discovery stream ended, its peer may come again"),
             End::Told(label, status) => {
                 self.metrics.stream_ended(label);
-                tracing::warn!(account, peer, reason = status.message(), "discovery stream ended by us");
+                if let Some(untold) = ENDED.speak() {
+                    tracing::warn!(account, peer, reason = status.message(), untold, "discovery stream ended by us");
+                }
                 // Who does not read does not hear this either.
                 let _ = self.send.try_send(Err(status));
             }
@@ -145,7 +148,10 @@ impl Session {
             let kind = set.map_or(if is_roots { ROOTS } else { "unknown" }, Set::label);
             self.metrics.nack(kind);
             let reason: String = error.message.chars().take(MAX_REASON).collect();
-            tracing::warn!(node = proxy.node, pod = proxy.pod, kind, reason, "a proxy cannot use what it was sent");
+            if let Some(untold) = NACKS.speak() {
+                let (node, pod) = (&proxy.node, &proxy.pod);
+                tracing::warn!(node, pod, kind, reason, untold, "a proxy cannot use what it was sent");
+            }
         }
         if request.type_url == BUNDLE {
             return match std::mem::replace(&mut self.hears_roots, true) {
@@ -277,6 +283,9 @@ pub(super) fn in_order(answers: Vec<(Set, Answer)>) -> Vec<(Set, Answer)> {
     first.into_iter().chain(then).chain(last).collect()
 }
 
+/// Lines a second about what callers do wrong.
+static ENDED: Hush = Hush::new(10);
+static NACKS: Hush = Hush::new(10);
 /// Bytes of resources in one response: well under gRPC's usual limit of 4 MB.
 pub(super) const MAX_MESSAGE: usize = 2_900_000;
 /// Names of removed resources in one response.

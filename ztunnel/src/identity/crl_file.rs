@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{CrlSet, Trust, rfc3339};
 use crate::files::read_small;
@@ -54,11 +54,15 @@ impl CrlFile {
 
     async fn follow(self: Arc<Self>, first: Result<Version, String>) {
         let (mut taken, mut before) = (first.clone(), first);
+        let mut tried = Instant::now();
         loop {
             tokio::time::sleep(POLL).await;
             let now = self.version();
+            // What could not be read may have been this process's trouble.
+            let is_due = self.is_broken() && tried.elapsed() >= RETRY;
             // One that is being written is not whole yet: it must be the same at two looks.
-            if now != taken && now == before {
+            if (now != taken || is_due) && now == before {
+                tried = Instant::now();
                 let (this, version) = (self.clone(), now.clone());
                 // Large lists take a while; discovery and certificates run on this thread.
                 let _ = tokio::task::spawn_blocking(move || this.load(&version)).await;
@@ -110,5 +114,7 @@ fn read(path: &Path) -> Result<CrlSet, String> {
 }
 
 const POLL: Duration = Duration::from_millis(500);
+/// From a failed reading to the next one of the same file.
+const RETRY: Duration = Duration::from_secs(30);
 /// Bytes: some hundred thousand revoked certificates.
 const MAX_SIZE: usize = 16 << 20;

@@ -126,6 +126,8 @@ struct Entry {
     failures: u32,
     /// Certificates in a row that came with other roots than expected.
     behind: u32,
+    /// Answers in a row that left roots in doubt.
+    doubtful: u32,
     denied: bool,
     /// The last failure was that the authority could not be reached.
     unreached: bool,
@@ -438,7 +440,18 @@ impl Shared {
                 entry.next_try = entry.next_try.min(Instant::now() + soon);
             }
         }
-        let Some(entry) = entries.get_mut(identity).filter(|entry| entry.generation == generation) else { return };
+        let Some(entry) = entries.get_mut(identity).filter(|entry| entry.generation == generation) else {
+            // Somebody else has to ask.
+            let of_domain = |(other, entry): &(&Identity, &mut Entry)| {
+                other.trust_domain() == identity.trust_domain() && !entry.in_flight
+            };
+            if learned == Learned::Doubtful
+                && let Some((_, entry)) = entries.iter_mut().find(of_domain)
+            {
+                entry.next_try = entry.next_try.min(Instant::now() + self.settings.first_backoff);
+            }
+            return;
+        };
         entry.in_flight = false;
         entry.priority = Priority::Renewal;
         match result {
@@ -446,7 +459,9 @@ impl Shared {
                 tracing::debug!(%identity, serial = certificate.serial(), "certificate issued");
                 let renewal = renew_in(&certificate, SystemTime::now());
                 // One that is behind the announcement has pauses of its own.
-                let again = (learned == Learned::Doubtful).then_some(self.settings.first_backoff);
+                let pause = self.settings.first_backoff.saturating_mul(1 << entry.doubtful.min(MOST_DOUBLED));
+                let again = (learned == Learned::Doubtful).then_some(pause);
+                entry.doubtful = again.map_or(0, |_| entry.doubtful.saturating_add(1));
                 let early = self.sooner(entry, &certificate).or(again).unwrap_or(renewal);
                 entry.next_try = Instant::now() + early.min(renewal);
                 entry.certificate = Some(Arc::new(certificate));
@@ -505,6 +520,7 @@ impl Entry {
             last_error: None,
             failures: 0,
             behind: 0,
+            doubtful: 0,
             denied: false,
             unreached: false,
             priority,
@@ -567,6 +583,8 @@ impl Drop for Shared {
 /// A change of the root that signs is given at least this time, for control planes that are not told at once.
 const LEAST_WITHIN: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
+/// The pause before a further answer about roots that are in doubt is doubled so often at the most.
+const MOST_DOUBLED: u32 = 6;
 /// Within which those that could not reach the authority ask again once somebody has.
 const RECOVERY: Duration = Duration::from_secs(1);
 /// An authority that gives ever shorter lives, as one that is about to end, is not asked ever more often.

@@ -26,7 +26,7 @@ mod verify;
 use super::crl::CrlSet;
 use super::peer::PeerError;
 use super::{Identity, TrustDomain};
-use bundle::{Bundle, NO_ROOTS};
+use bundle::{Bundle, NO_ROOTS, Root};
 pub(super) use verify::verify_own;
 use verify::{Question, check};
 
@@ -74,8 +74,8 @@ pub enum PeerRole {
 pub enum Learned {
     Same,
     Changed,
-    /// It overlapped with another answer or is behind, and brought other roots: both count until a further answer,
-    /// which must be asked for.
+    /// It overlapped with an answer that had other roots, or is behind: both count until a further answer, which must be
+    /// asked for.
     Doubtful,
 }
 
@@ -105,10 +105,10 @@ struct State {
 
 #[derive(Default)]
 struct Arrivals {
-    /// When the last answer about a trust domain came.
-    last: HashMap<TrustDomain, Instant>,
-    /// Roots that were withdrawn, the last ones.
-    withdrawn: VecDeque<CertificateDer<'static>>,
+    /// When the last answer with a root came, of the roots that are trusted.
+    with: HashMap<TrustDomain, HashMap<CertificateDer<'static>, Instant>>,
+    /// Roots that were withdrawn, the last ones, and when the last answer without them came.
+    withdrawn: VecDeque<(CertificateDer<'static>, Instant)>,
     counts: TrustCounts,
 }
 
@@ -144,34 +144,50 @@ impl Trust {
     ) -> Learned {
         let brought = Bundle::read(domain, roots);
         let mut arrivals = self.0.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = arrivals.last.insert(domain.clone(), came);
         let state = self.0.state.load_full();
         let held = state.bundles.get(domain).map(Arc::as_ref).unwrap_or(&NO_ROOTS);
-        if held.is_same(&brought) {
-            return Learned::Same;
+        let Arrivals { with, withdrawn, counts } = &mut *arrivals;
+        let with = with.entry(domain.clone()).or_default();
+        // An answer is later than another one if it was asked for when that one had come.
+        let is_left_out = |root: &Root| !behind && with.get(&root.der).is_none_or(|last| asked >= *last);
+        let is_back = |root: &Root| {
+            let lacked = withdrawn.iter().find(|(der, _)| *der == root.der);
+            lacked.is_none_or(|(_, last)| !behind && asked >= *last)
+        };
+        let kept = held.roots.iter().filter(|root| brought.has(&root.der) || !is_left_out(root));
+        let next = Bundle::of(kept.chain(brought.roots.iter().filter(|root| is_back(root))));
+        let doubtful = !next.is_same(&brought);
+        for root in brought.roots.iter().filter(|root| next.has(&root.der)) {
+            let last = with.entry(root.der.clone()).or_insert(came);
+            *last = came.max(*last);
         }
-        let doubtful = behind || last.is_some_and(|last| asked < last);
-        let next = if doubtful { held.with(&brought, &arrivals.withdrawn) } else { brought };
-        let (added, withdrawn) = (held.missing_from(&next), next.missing_from(held));
+        with.retain(|der, _| next.has(der));
+        for (_, last) in withdrawn.iter_mut().filter(|(der, _)| !brought.has(der)) {
+            *last = came.max(*last);
+        }
+        if held.is_same(&next) {
+            return if doubtful { Learned::Doubtful } else { Learned::Same };
+        }
+        let (added, lost) = (held.missing_from(&next), next.missing_from(held));
         // `missing_from` names what the first lacks of the second.
         for root in &added {
             tracing::info!(%domain, root = root.name, ends = super::rfc3339(root.not_after), "a root is trusted");
         }
-        for root in &withdrawn {
+        for root in &lost {
             tracing::warn!(%domain, root = root.name, "a root was withdrawn: its certificates are trusted no longer");
         }
-        arrivals.withdrawn.retain(|root| !next.has(root));
-        arrivals.withdrawn.extend(withdrawn.iter().map(|root| root.der.clone()));
-        while arrivals.withdrawn.len() > MOST_WITHDRAWN {
-            arrivals.withdrawn.pop_front();
+        withdrawn.retain(|(der, _)| !next.has(der));
+        withdrawn.extend(lost.iter().map(|root| (root.der.clone(), came)));
+        while withdrawn.len() > MOST_WITHDRAWN {
+            withdrawn.pop_front();
         }
-        arrivals.counts.added += added.len() as u64;
-        arrivals.counts.withdrawn += withdrawn.len() as u64;
-        let lost = !withdrawn.is_empty();
+        counts.added += added.len() as u64;
+        counts.withdrawn += lost.len() as u64;
+        let is_loss = !lost.is_empty();
         let mut state = State::clone(&state);
         state.bundles.insert(domain.clone(), Arc::new(next));
         self.0.state.store(Arc::new(state));
-        if lost {
+        if is_loss {
             self.0.generation.send_modify(|n| *n += 1);
         }
         if doubtful { Learned::Doubtful } else { Learned::Changed }

@@ -25,8 +25,10 @@ pub struct Older {
 pub struct Looked {
     /// Those that were ended, and why.
     pub ended: Vec<(SocketAddr, SocketAddr, Decision)>,
-    /// Another look is needed: a decision waits for something, or the app has not accepted a connection yet.
-    pub again: bool,
+    /// A decision waits for something.
+    pub undecided: bool,
+    /// The app has not accepted a connection yet, or has left it to the kernel.
+    pub unaccepted: bool,
 }
 
 impl Older {
@@ -59,7 +61,7 @@ impl Older {
         for socket in here {
             // It waits for an accept, by the app or by this proxy: whose it is shows then.
             if socket.inode == 0 {
-                looked.again = true;
+                looked.unaccepted = true;
                 continue;
             }
             let connection = Connection { identity: None, source: socket.peer.ip(), destination: socket.local };
@@ -68,7 +70,7 @@ impl Older {
                 continue;
             }
             if decision.verdict.is_undecided() && !is_last_call {
-                looked.again = true;
+                looked.undecided = true;
                 continue;
             }
             if sock_diag::destroy(netns, socket)? {

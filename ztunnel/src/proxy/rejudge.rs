@@ -87,7 +87,10 @@ impl Watched {
                 let fresh = || WatchedPod { policies: Arc::default(), older: None, undecided: None, again: false };
                 let watched = self.0.entry(uid.clone()).or_insert_with(fresh);
                 let is_new = !Arc::ptr_eq(&watched.policies, &local.policies);
-                watched.policies = local.policies.clone();
+                if is_new {
+                    // Others are waited for, and for as long again.
+                    (watched.policies, watched.undecided) = (local.policies.clone(), None);
+                }
                 if is_new || watched.undecided.is_some() {
                     affected.insert(uid.clone(), (local.policies.clone(), watched.undecided));
                 }
@@ -148,7 +151,7 @@ impl Watched {
         match result {
             Ok((older, looked)) => {
                 watched.older = Some(older);
-                watched.again = looked.again;
+                watched.again = looked.unaccepted;
                 for (peer, local, decision) in &looked.ended {
                     shared.older_ended.fetch_add(1, Ordering::Relaxed);
                     tracing::info!(
@@ -156,7 +159,7 @@ impl Watched {
                         "ended a connection that is older than the pod's place in the mesh"
                     );
                 }
-                looked.again
+                looked.undecided
             }
             Err(error) => {
                 // Nothing is known of them any more: they are looked for anew.

@@ -171,7 +171,7 @@ struct BalancerText {
 }
 
 #[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct PolicyText {
     name: String,
     namespace: String,
@@ -183,7 +183,7 @@ struct PolicyText {
 }
 
 #[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 struct MatchText {
     namespaces: Vec<Text>,
     not_namespaces: Vec<Text>,

@@ -1,6 +1,5 @@
 //! The roots of a trust domain.
 
-use std::collections::VecDeque;
 use std::time::SystemTime;
 
 use rustls::pki_types::{CertificateDer, TrustAnchor};
@@ -49,12 +48,11 @@ impl Bundle {
         }
     }
 
-    /// With the roots of another one, but for some.
-    pub fn with(&self, other: &Self, without: &VecDeque<CertificateDer<'static>>) -> Self {
-        let mut both = Self::default();
-        let others = other.roots.iter().filter(|root| !without.contains(&root.der));
-        self.roots.iter().chain(others).for_each(|root| both.add(root.clone()));
-        both
+    /// Of these roots, each once.
+    pub fn of<'a>(roots: impl Iterator<Item = &'a Root>) -> Self {
+        let mut bundle = Self::default();
+        roots.for_each(|root| bundle.add(root.clone()));
+        bundle
     }
 
     /// What this one lacks of the other.

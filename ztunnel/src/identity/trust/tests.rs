@@ -97,6 +97,22 @@ fn answers_that_overlap_add_up_until_a_later_one_settles_it() {
     }
 }
 
+/// While answers that agree come all the time, one that was asked for after the last one with a root withdraws it.
+#[test]
+fn a_root_goes_although_answers_overlap_without_end() {
+    let (old, new) = (TestCa::new("old"), TestCa::new("new"));
+    let answers = Answers::new();
+    assert_eq!(answers.come(&[&old, &new], 0, 5), Learned::Changed);
+    assert_eq!(answers.come(&[&new], 1, 6), Learned::Doubtful);
+    assert_eq!(answers.come(&[&new], 4, 9), Learned::Doubtful);
+    assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_ok());
+    assert_eq!(answers.come(&[&new], 7, 12), Learned::Changed);
+    assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_err());
+    assert_eq!(answers.come(&[&new], 8, 13), Learned::Same);
+    assert_eq!(answers.come(&[&new, &old], 10, 14), Learned::Doubtful, "asked for before the last one without it came");
+    assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_err());
+}
+
 /// An answer that was slow must not bring back what a later one has left out.
 #[test]
 fn an_overlapping_answer_brings_no_withdrawn_root_back() {

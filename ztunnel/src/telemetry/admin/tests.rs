@@ -143,6 +143,6 @@ async fn a_stuck_worker_fails_liveness_by_name() {
         tokio::task::yield_now().await;
     }
     let answers = ask(readiness_pages(Readiness::new(), watchdog), &[("GET", "/healthz/live")]).await;
-    assert_eq!(answers[0], (500, "not alive, stuck: worker-3 (0 s)".into()));
+    assert_eq!(answers[0], (500, "not alive, stuck: worker-3 (0 s)\n".into()));
     drop(beat);
 }

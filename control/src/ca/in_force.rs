@@ -81,7 +81,10 @@ impl InForce {
         let (authority, pending) = choose(held, &found, record, now, memory_only, &mut events);
         let roots = trusted(held, &authority, &found, record, now, &mut events);
         if let Some(held) = held {
-            for ended in held.roots.iter().filter(|root| now >= root.cert.not_after) {
+            // The one that signs stays, and is warned of as long as it does.
+            let is_gone =
+                |root: &&Trusted| now >= root.cert.not_after && !roots.iter().any(|kept| kept.cert == root.cert);
+            for ended in held.roots.iter().filter(is_gone) {
                 events.push(Event::Ended(ended.cert.name.clone()));
             }
             let fresh = roots.iter().filter(|root| !held.roots.iter().any(|known| known.cert == root.cert));

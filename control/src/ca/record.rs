@@ -217,8 +217,10 @@ pub(super) fn seconds(time: SystemTime) -> u64 {
 }
 
 pub(super) fn at(seconds: u64) -> SystemTime {
-    UNIX_EPOCH + Duration::from_secs(seconds)
+    UNIX_EPOCH + Duration::from_secs(seconds.min(LATEST))
 }
 
 pub(super) const RECORD: &str = "ca-record.json";
 const VERSION: u32 = 1;
+/// The end of the year 9999, in seconds: a spoilt record may hold any number, and times are added to it.
+const LATEST: u64 = 253_402_300_799;

@@ -15,7 +15,7 @@ use rustls::pki_types::CertificateDer;
 
 use super::driver::{Ended, Load};
 use super::held::{HeldTls, WeakTls};
-use crate::identity::{Certificate, Identity, PeerError, PeerRole, Trust, first_end, rfc3339};
+use crate::identity::{Certificate, Identity, PeerError, PeerRole, Trust, TrustDomain, first_end, rfc3339};
 
 /// The tunnels of a thread. Cheap to clone; all clones are one.
 #[derive(Clone)]
@@ -206,11 +206,12 @@ impl Proof {
         let tls = tls.get();
         let chain = tls.peer_certificates();
         // Most tunnels share their chain with others, and their handshakes lie within its life.
-        if let Some(verdict) = known.get(&(self.peer_is, chain.to_vec())) {
+        let key = (self.own.trust_domain().clone(), self.peer_is, chain.to_vec());
+        if let Some(verdict) = known.get(&key) {
             return Some(verdict.clone());
         }
         let verdict = trust.verify_again(self.own.trust_domain(), chain, self.peer_is, self.established);
-        known.insert((self.peer_is, chain.to_vec()), verdict.clone());
+        known.insert(key, verdict.clone());
         Some(verdict)
     }
 }
@@ -220,7 +221,7 @@ fn fresh_until(established: SystemTime, end: SystemTime) -> SystemTime {
     end.min(established + (left / 3 * 2).max(LEAST_FRESH))
 }
 
-type Verdicts = HashMap<(PeerRole, Vec<CertificateDer<'static>>), Result<(), PeerError>>;
+type Verdicts = HashMap<(TrustDomain, PeerRole, Vec<CertificateDer<'static>>), Result<(), PeerError>>;
 
 /// Certificates that are about to end are no reason to make ever more tunnels.
 const LEAST_FRESH: Duration = Duration::from_secs(1);

@@ -99,7 +99,8 @@ impl ClientCertVerifier for ClientVerifier {
             if names.is_empty() {
                 return Err(PeerError::NoIdentity);
             }
-            if !names.iter().any(|name| trust.accepts(own, name.trust_domain())) {
+            // The first one is who the peer is taken for.
+            if !names.first().is_some_and(|name| trust.accepts(own, name.trust_domain())) {
                 return Err(PeerError::WrongTrustDomain { found: Names(names), trusted: trust.accepted(own) });
             }
             Ok(())

@@ -12,7 +12,7 @@ use crate::paths::{Bench, Path};
 const MB: f64 = 1e6;
 const GB: f64 = 1e9;
 const IDLE_CONNECTIONS: usize = 1000;
-const EXTRA_PODS: usize = 20;
+const EXTRA_PODS: usize = 100;
 const POLICIES: usize = 20;
 
 /// Everything but memory, once for each path, the paths by turns.

@@ -17,7 +17,10 @@ use crate::policy::{Connection, Decision, PolicySet, evaluate};
 /// the mesh.
 #[derive(Debug, Default)]
 pub struct Older {
+    /// The app's.
     cookies: HashSet<u64>,
+    /// They wait for an accept, by the app or by this proxy: whose they are shows then.
+    unaccepted: HashSet<u64>,
 }
 
 /// What a look at them did.
@@ -36,34 +39,36 @@ impl Older {
     pub fn find(netns: &Netns) -> io::Result<Self> {
         let sockets = sock_diag::tcp_sockets(netns)?;
         let own = own_inodes()?;
-        let cookies = sockets.iter().filter(|s| is_served(s, &sockets) && !own.contains(&s.inode)).map(|s| s.cookie);
-        Ok(Self { cookies: cookies.collect() })
+        let served = sockets.iter().filter(|s| is_served(s, &sockets) && !own.contains(&s.inode));
+        let (unaccepted, cookies): (Vec<_>, Vec<_>) = served.partition(|s| s.inode == 0);
+        let of = |sockets: Vec<&TcpSocket>| sockets.into_iter().map(|s| s.cookie).collect();
+        Ok(Self { cookies: of(cookies), unaccepted: of(unaccepted) })
     }
 
     pub fn count(&self) -> usize {
-        self.cookies.len()
+        self.cookies.len() + self.unaccepted.len()
     }
 
     /// Judges those that are still open, and ends what the policies do not allow. What is undecided stays, unless
     /// `is_last_call`.
     pub fn judge(&mut self, netns: &Netns, policies: &PolicySet, is_last_call: bool) -> io::Result<Looked> {
         let mut looked = Looked::default();
-        if self.cookies.is_empty() {
+        if self.count() == 0 {
             return Ok(looked);
         }
         let sockets = sock_diag::tcp_sockets(netns)?;
-        let own = own_inodes()?;
-        let here: Vec<_> = sockets
-            .iter()
-            .filter(|s| self.cookies.contains(&s.cookie) && s.state == TcpState::Open && !own.contains(&s.inode))
-            .collect();
+        let is_ours = |s: &&TcpSocket| self.cookies.contains(&s.cookie) || self.unaccepted.contains(&s.cookie);
+        let mut here: Vec<_> = sockets.iter().filter(|s| s.state == TcpState::Open).filter(is_ours).collect();
+        // Only for those that have been accepted by now, since a look at all that this process has open costs something.
+        if here.iter().any(|s| s.inode != 0 && self.unaccepted.contains(&s.cookie)) {
+            let own = own_inodes()?;
+            here.retain(|s| !own.contains(&s.inode));
+        }
+        let (unaccepted, here): (Vec<_>, Vec<_>) = here.into_iter().partition(|s| s.inode == 0);
+        self.unaccepted = unaccepted.iter().map(|s| s.cookie).collect();
         self.cookies = here.iter().map(|s| s.cookie).collect();
+        looked.unaccepted = !self.unaccepted.is_empty();
         for socket in here {
-            // It waits for an accept, by the app or by this proxy: whose it is shows then.
-            if socket.inode == 0 {
-                looked.unaccepted = true;
-                continue;
-            }
             let connection = Connection { identity: None, source: socket.peer.ip(), destination: socket.local };
             let decision = evaluate(policies, &connection);
             if decision.is_allowed() {

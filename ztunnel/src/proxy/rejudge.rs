@@ -4,7 +4,7 @@
 //! Must never leave a connection open that the present policies would refuse, longer than a change takes to settle;
 //! nor touch one that they allow.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -101,7 +101,7 @@ impl Watched {
                 }
             }
         }
-        let mut undecided: Vec<Arc<str>> = Vec::new();
+        let mut undecided: HashSet<Arc<str>> = HashSet::new();
         if !affected.is_empty() {
             for connection in shared.telemetry.connections() {
                 let flow = connection.flow();
@@ -110,13 +110,13 @@ impl Watched {
                 }
                 let Some((policies, since)) = affected.get(&flow.pod) else { continue };
                 if !judge(shared, &connection, policies, is_late(shared, *since)) {
-                    undecided.push(flow.pod.clone());
+                    undecided.insert(flow.pod.clone());
                 }
             }
         }
         for pod in with_older {
             if self.judge_older(shared, &pod).await {
-                undecided.push(pod.uid.clone());
+                undecided.insert(pod.uid.clone());
             }
         }
         let now = Instant::now();

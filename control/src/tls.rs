@@ -299,3 +299,30 @@ const TOKEN_LIMIT: Duration = Duration::from_secs(15);
 const STRANGERS_OF_ADDRESS: usize = 64;
 static ACCEPT_HUSH: Hush = Hush::new(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_few_connections_that_are_not_of_node_proxies() {
+        let (strangers, address) = (Arc::new(Strangers::default()), IpAddr::from([10, 0, 0, 1]));
+        let mut held: Vec<Stranger> = (0..STRANGERS_OF_ADDRESS).map(|_| strangers.add(address).unwrap()).collect();
+        assert!(strangers.add(address).is_none() && strangers.add([10, 0, 0, 2].into()).is_some());
+        held.pop();
+        assert!(strangers.add(address).is_some());
+        drop(held);
+        assert!(strangers.0.lock().unwrap().is_empty(), "who has left is forgotten");
+    }
+
+    #[test]
+    fn only_a_node_proxy_counts_no_longer_for_its_address() {
+        let peer = Peer::new("10.0.0.1:1".parse().unwrap());
+        assert!(!peer.has(Rank::Caller));
+        peer.is_known(false);
+        assert!(peer.has(Rank::Caller) && !peer.has(Rank::Proxy));
+        peer.is_known(true);
+        peer.is_known(false);
+        assert!(peer.has(Rank::Proxy), "another request of the connection takes nothing back");
+    }
+}

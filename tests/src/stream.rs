@@ -21,6 +21,8 @@ pub trait StreamExt {
     fn hear(&mut self, count: usize) -> Vec<u8>;
     /// Sends bytes to an echo and expects them back.
     fn ask(&mut self, bytes: &[u8]);
+    /// Sends bytes to somebody who refuses, and receives until the end. The refusal may come before the bytes are sent.
+    fn say_in_vain(&mut self, bytes: &[u8]) -> (Vec<u8>, End);
     /// Ends the own direction; the other stays open.
     fn half_close(&self);
     /// Receives until the other side ends its direction: all bytes, and how it ended.
@@ -59,6 +61,16 @@ impl StreamExt for TcpStream {
         self.say(bytes);
         let back = self.hear(bytes.len());
         assert_eq!(String::from_utf8_lossy(&back), String::from_utf8_lossy(bytes), "{}: echo", ends(self));
+    }
+
+    #[track_caller]
+    fn say_in_vain(&mut self, bytes: &[u8]) -> (Vec<u8>, End) {
+        match self.write_all(bytes) {
+            // The kernel tells of a RST once; after it, reading finds an end like any other.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => (Vec::new(), End::Reset),
+            Err(e) => panic!("{}: send {} bytes: {e}", ends(self), bytes.len()),
+            Ok(()) => self.hear_end(),
+        }
     }
 
     #[track_caller]

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
 use tonic::{Status, Streaming};
+use ztunnel::discovery::MORE;
 use ztunnel::lifecycle::Shutdown;
 use ztunnel::proto::discovery::{DeltaDiscoveryRequest, DeltaDiscoveryResponse};
 use ztunnel::telemetry::log::Hush;
@@ -298,5 +299,3 @@ const SEND_LIMIT: Duration = Duration::from_secs(60);
 const ROOTS: &str = "roots";
 /// Characters of a peer's text in a log line.
 const MAX_REASON: usize = 1000;
-/// `system_version_info` of a response that is not the last of its answer.
-const MORE: &str = "more";

@@ -10,6 +10,7 @@ use std::time::Instant;
 use prost::Message;
 
 use super::demand::{Demand, Key};
+use super::messages::goes_on;
 use super::subscriptions::Subscriptions;
 use crate::mesh::{Mesh, NetworkAddress, Snapshot, Unusable, Update, convert_service, convert_workload};
 use crate::policy::{self, Policy, PolicyAction, stand_in, stand_in_named};
@@ -91,53 +92,68 @@ impl Held {
         told
     }
 
-    /// Applies a response as one change.
+    /// Applies responses as one change; what became of each.
     pub fn apply(
         &mut self,
-        kind: Kind,
-        response: &DeltaDiscoveryResponse,
+        responses: &[(Kind, &DeltaDiscoveryResponse)],
         mesh: &Mesh,
         mut subscriptions: Option<&mut Subscriptions>,
-    ) -> Applied {
-        let mut applied = Applied::default();
-        // The first answer on policies, even an empty one, says that these are all.
-        let completes = kind == Kind::Authorization && !mesh.load().policies().is_complete();
-        if response.resources.is_empty() && response.removed_resources.is_empty() && !completes {
-            return applied;
+    ) -> Vec<Applied> {
+        // The first whole answer on policies, even an empty one, says that these are all.
+        let is_of_policies = responses.iter().any(|(kind, r)| *kind == Kind::Authorization && !goes_on(r));
+        let completes = is_of_policies && !mesh.load().policies().is_complete();
+        let is_empty = |r: &DeltaDiscoveryResponse| r.resources.is_empty() && r.removed_resources.is_empty();
+        if responses.iter().all(|(_, response)| is_empty(response)) && !completes {
+            return responses.iter().map(|_| Applied::default()).collect();
         }
         mesh.update(|update| {
-            for resource in &response.resources {
-                match take(kind, resource, update) {
-                    Ok(name) => {
-                        self.mentioned(kind, &name);
-                        if let Some(subscriptions) = &mut subscriptions {
-                            subscriptions.received(&name);
-                        }
-                        self.of(kind).insert(name, resource.version.as_str().into());
-                    }
-                    Err(reason) => {
-                        let name: Arc<str> = resource.name.as_str().into();
-                        self.mentioned(kind, &name);
-                        // With a version that no server has: the next stream sends the resource again, or says that it
-                        // is gone.
-                        self.of(kind).insert(name.clone(), "".into());
-                        if kind == Kind::Address {
-                            update.unusable(unusable(resource, name, &reason));
-                        }
-                        applied.refused.push((resource.name.clone(), reason));
-                    }
-                }
-            }
-            for name in &response.removed_resources {
-                let name: Arc<str> = name.as_str().into();
-                self.mentioned(kind, &name);
-                self.of(kind).remove(&name);
-                remove(kind, &name, update);
-            }
+            let mut each = |(kind, response): &(Kind, &DeltaDiscoveryResponse)| {
+                self.apply_one(*kind, response, update, subscriptions.as_deref_mut())
+            };
+            let applied = responses.iter().map(&mut each).collect();
             if completes {
                 update.policies_complete();
             }
-        });
+            applied
+        })
+    }
+
+    fn apply_one(
+        &mut self,
+        kind: Kind,
+        response: &DeltaDiscoveryResponse,
+        update: &mut Update<'_>,
+        mut subscriptions: Option<&mut Subscriptions>,
+    ) -> Applied {
+        let mut applied = Applied::default();
+        for resource in &response.resources {
+            match take(kind, resource, update) {
+                Ok(name) => {
+                    self.mentioned(kind, &name);
+                    if let Some(subscriptions) = &mut subscriptions {
+                        subscriptions.received(&name);
+                    }
+                    self.of(kind).insert(name, resource.version.as_str().into());
+                }
+                Err(reason) => {
+                    let name: Arc<str> = resource.name.as_str().into();
+                    self.mentioned(kind, &name);
+                    // With a version that no server has: the next stream sends the resource again, or says that it
+                    // is gone.
+                    self.of(kind).insert(name.clone(), "".into());
+                    if kind == Kind::Address {
+                        update.unusable(unusable(resource, name, &reason));
+                    }
+                    applied.refused.push((resource.name.clone(), reason));
+                }
+            }
+        }
+        for name in &response.removed_resources {
+            let name: Arc<str> = name.as_str().into();
+            self.mentioned(kind, &name);
+            self.of(kind).remove(&name);
+            remove(kind, &name, update);
+        }
         applied
     }
 

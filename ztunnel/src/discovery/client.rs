@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Status, Streaming};
 
-use super::apply::{Held, Kind, settle};
+use super::apply::{Applied, Held, Kind, settle};
 use super::status::Termination;
 use super::subscriptions::Subscriptions;
 use super::{Discovery, messages, trust};
@@ -39,6 +39,9 @@ struct Session<'a> {
     opened: Instant,
     /// The types that have had their first answer.
     answered: Vec<Kind>,
+    /// First answers that wait for those of the other types, and how many bytes they are.
+    early: Vec<(Kind, DeltaDiscoveryResponse)>,
+    early_bytes: u64,
     /// A stream older than this is opened anew, so that nothing can stay wrong for ever.
     max_age: Duration,
 }
@@ -132,6 +135,8 @@ async fn session(control_plane: &ControlPlane, discovery: &Discovery, held: &mut
         requests,
         opened: Instant::now(),
         answered: Vec::new(),
+        early: Vec::new(),
+        early_bytes: 0,
         max_age: settings.max_stream_age.mul_f64(random::factor(0.1)),
     };
     session.serve(stream).await
@@ -144,7 +149,7 @@ impl Session<'_> {
         loop {
             let end = tokio::select! {
                 message = stream.message() => match message {
-                    Ok(Some(response)) => self.take(&response),
+                    Ok(Some(response)) => self.take(response),
                     Ok(None) => Err(End::planned(Termination::Complete)),
                     Err(status) => Err(ended(&status, !self.answered.is_empty())),
                 },
@@ -158,29 +163,54 @@ impl Session<'_> {
     }
 
     /// Applies a response and says so to the server.
-    fn take(&mut self, response: &DeltaDiscoveryResponse) -> Result<(), End> {
-        let bytes = response.resources.iter().map(|r| r.encoded_len() as u64).sum();
+    fn take(&mut self, response: DeltaDiscoveryResponse) -> Result<(), End> {
+        let bytes: u64 = response.resources.iter().map(|r| r.encoded_len() as u64).sum();
         self.discovery.shared.message(&response.type_url, bytes);
         if response.type_url == trust::BUNDLE {
-            return self.hear_roots(response);
+            return self.hear_roots(&response);
         }
         let Some(kind) = Kind::of(&response.type_url) else {
             tracing::debug!(type_url = response.type_url, "a type that is not used here");
-            return self.send(messages::answer(response, &[]));
+            return self.send(messages::answer(&response, &[]));
         };
         let is_first = !self.answered.contains(&kind);
         let on_demand = self.discovery.settings.on_demand;
-        if kind == Kind::Address && on_demand && !is_first && self.held.says_all_is_gone(response) {
+        if kind == Kind::Address && on_demand && !is_first && self.held.says_all_is_gone(&response) {
             // The first answer of a new stream compares what we hold and settles it.
             tracing::info!("the control plane says that every address is gone: asking again on a new stream");
             return Err(End::planned(Termination::Reconnect));
         }
-        let mesh = &self.discovery.mesh;
-        let applied = self.held.apply(kind, response, mesh, self.subscriptions.as_mut());
-        if kind == Kind::Address && on_demand {
-            settle(response, &applied, mesh, &self.discovery.demand);
+        self.early.push((kind, response));
+        self.early_bytes += bytes;
+        // What is held from before is changed by the first answers on records and policies at once: a policy that
+        // applies to others than before would apply to nobody between the two.
+        let is_again = self.discovery.mesh.load().policies().is_complete();
+        if is_again && !self.missing().is_empty() && self.early_bytes <= MAX_EARLY {
+            return Ok(());
         }
-        if is_first {
+        self.early_bytes = 0;
+        let early = std::mem::take(&mut self.early);
+        let responses: Vec<_> = early.iter().map(|(kind, response)| (*kind, response)).collect();
+        let applied = self.held.apply(&responses, &self.discovery.mesh, self.subscriptions.as_mut());
+        responses
+            .iter()
+            .zip(applied)
+            .try_for_each(|((kind, response), applied)| self.settled(*kind, response, &applied))
+    }
+
+    /// The types of which the first answer has not come, or not whole.
+    fn missing(&self) -> Vec<&'static str> {
+        let is_early = |kind| self.early.iter().any(|(of, response)| *of == kind && !messages::goes_on(response));
+        let missing = Kind::ALL.into_iter().filter(|kind| !self.answered.contains(kind) && !is_early(*kind));
+        missing.map(Kind::url).collect()
+    }
+
+    /// A response has been applied: says so to whoever waits for it, and to the server.
+    fn settled(&mut self, kind: Kind, response: &DeltaDiscoveryResponse, applied: &Applied) -> Result<(), End> {
+        if kind == Kind::Address && self.discovery.settings.on_demand {
+            settle(response, applied, &self.discovery.mesh, &self.discovery.demand);
+        }
+        if !self.answered.contains(&kind) && !messages::goes_on(response) {
             self.answered.push(kind);
             if self.answered.len() == Kind::ALL.len() {
                 self.discovery.shared.synced();
@@ -242,9 +272,9 @@ impl Session<'_> {
         let Discovery { demand, mesh, settings, .. } = self.discovery;
         let limit = settings.answer_limit;
         if self.answered.len() < Kind::ALL.len() {
-            let missing: Vec<_> = Kind::ALL.iter().filter(|k| !self.answered.contains(k)).map(|k| k.url()).collect();
             if self.opened.elapsed() > limit {
-                return Err(End::error(format!("no first answer within {limit:?} for {}", missing.join(" and "))));
+                let missing = self.missing().join(" and ");
+                return Err(End::error(format!("no first answer within {limit:?} for {missing}")));
             }
         } else if let Some(since) = self.held.stale_since(self.opened)
             && since.elapsed() > settings.quiet
@@ -308,6 +338,8 @@ const RECYCLING: [&str; 4] = ["goaway", "go away", "transport is closing", "no e
 const REPROACHES: [&str; 2] = ["too_many_pings", "calm"];
 /// Bytes of one message; a mesh of 100,000 workloads is some 20 MB.
 const MAX_MESSAGE: usize = 200 << 20;
+/// Bytes of first answers that wait for the others; more are applied as they come.
+const MAX_EARLY: u64 = 16 << 20;
 /// Requests that may wait for the server.
 const REQUESTS: usize = 1024;
 /// How often the state of the stream is looked at.

@@ -59,6 +59,11 @@ pub fn answer(response: &DeltaDiscoveryResponse, refused: &[(String, String)]) -
     }
 }
 
+/// Whether the answer that this response belongs to goes on in the next one.
+pub fn goes_on(response: &DeltaDiscoveryResponse) -> bool {
+    response.system_version_info == MORE
+}
+
 /// The first of the reasons, and how many more there are.
 pub fn reasons(refused: &[(String, String)]) -> String {
     let shown = refused.iter().take(MAX_REASONS).map(|(name, reason)| format!("{name}: {reason}"));
@@ -106,6 +111,9 @@ fn proto_value(from: &serde_json::Value) -> Value {
     Value { kind: Some(kind) }
 }
 
+/// `system_version_info`, free text on the wire, of a response of our own control plane that is not the last of its
+/// answer.
+pub const MORE: &str = "more";
 /// From 1.29 on istiod sends dry-run policies.
 const ISTIO_VERSION: &str = "1.29.0";
 /// What our own control plane may send beyond what Istio's proxies know: policies with action AUDIT.

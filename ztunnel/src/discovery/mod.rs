@@ -25,6 +25,7 @@ mod trust;
 use crate::identity::{ControlPlane, LinkTimings};
 use crate::mesh::{Mesh, NetworkAddress};
 use demand::{Answer, Demand, Full, Key};
+pub use messages::MORE;
 use status::Shared;
 pub use status::{DiscoveryStatus, Termination};
 pub use trust::AnnouncedRoots;

@@ -61,10 +61,7 @@ async fn open(server: &mut Server) -> Stream {
 /// The same, with both types answered.
 async fn open_with(server: &mut Server, resources: Vec<server::Resource>) -> Stream {
     let mut stream = open(server).await;
-    stream.send(Kind::Address, resources, &[]).await;
-    stream.acked().await;
-    stream.send(Kind::Authorization, vec![], &[]).await;
-    stream.acked().await;
+    stream.answer(resources, vec![]).await;
     stream
 }
 
@@ -175,8 +172,9 @@ async fn after_a_cut_what_is_held_is_told_and_what_is_gone_leaves() {
     assert_eq!(stream.first[1].initial_resource_versions.keys().collect::<Vec<_>>(), ["shop/p"]);
     assert!(mesh.load().workload_at(&at("10.0.0.2")).is_some(), "the last state goes on");
     stream.send(Kind::Address, vec![], &["Kubernetes//Pod/shop/goes"]).await;
-    stream.acked().await;
+    assert!(stream.is_silent().await, "both first answers are applied at once");
     stream.send(Kind::Authorization, vec![], &["shop/p"]).await;
+    stream.request().await;
     stream.acked().await;
     assert!(mesh.load().workload_at(&at("10.0.0.1")).is_some());
     assert!(mesh.load().workload_at(&at("10.0.0.2")).is_none() && mesh.load().policies().is_empty());
@@ -206,8 +204,7 @@ async fn what_does_not_fit_into_the_first_request_is_sent_again_and_purged_if_no
     // Of the others, two are gone; they come in several messages.
     let rest: Vec<_> = pods.into_iter().filter(|p| !told.contains_key(&p.name)).collect();
     let (gone, present) = rest.split_at(2);
-    stream.send(Kind::Authorization, vec![], &[]).await;
-    stream.acked().await;
+    stream.answer(vec![], vec![]).await;
     for resource in present {
         assert_eq!(mesh.load().workloads().count(), 8);
         stream.send(Kind::Address, vec![resource.clone()], &[]).await;
@@ -367,10 +364,7 @@ async fn what_an_earlier_stream_was_not_told_is_compared_by_the_next_and_not_pur
     drop(untold);
     let mut stream = open(&mut server).await;
     assert_eq!(stream.first[0].initial_resource_versions.len(), 2);
-    for kind in Kind::ALL {
-        stream.send(kind, vec![], &[]).await;
-        stream.acked().await;
-    }
+    stream.answer(vec![], vec![]).await;
     sleep(quiet + Duration::from_millis(900)).await;
     assert_eq!(mesh.load().workloads().count(), 2, "unchanged, and therefore not mentioned");
 }

@@ -137,7 +137,7 @@ async fn a_new_stream_asks_for_what_is_in_use_and_answers_those_who_wait() {
     assert_eq!(subscribed(&stream.first[0]), (vec!["*", "/10.1.0.1", "/10.1.0.2"], vec!["*"]));
     let held: Vec<_> = stream.first[0].initial_resource_versions.keys().cloned().collect();
     assert_eq!(held, ["Kubernetes//Pod/shop/a".to_owned(), service_key("web")]);
-    stream.send(Kind::Address, vec![service("db", "10.1.0.2")], &[]).await;
+    stream.answer(vec![service("db", "10.1.0.2")], vec![]).await;
     assert_eq!(waiting.await.unwrap(), Need::Known);
 }
 
@@ -196,6 +196,8 @@ async fn an_answer_that_everything_is_gone_is_checked_on_a_new_stream() {
     assert_eq!(stream.first[0].initial_resource_versions.len(), 2);
     assert_eq!(mesh.load().workloads().count(), 2, "nothing was dropped on its word");
     stream.send(Kind::Address, vec![], &names).await;
+    stream.send(Kind::Authorization, vec![], &[]).await;
+    stream.request().await;
     stream.acked().await;
     assert_eq!(mesh.load().workloads().count(), 0, "a new stream is believed");
     assert_eq!(discovery.status().terminations.get("Reconnect"), Some(&1));
@@ -233,7 +235,7 @@ async fn a_name_without_an_answer_makes_for_a_new_stream() {
     let waiting = need(&discovery, "10.1.0.1");
     silent.request().await;
     let mut stream = open(&mut server).await;
-    stream.send(Kind::Address, vec![service("web", "10.1.0.1")], &[]).await;
+    stream.answer(vec![service("web", "10.1.0.1")], vec![]).await;
     assert_eq!(waiting.await.unwrap(), Need::Known);
 }
 
@@ -279,7 +281,7 @@ async fn in_the_moment_of_a_renewal_a_name_of_the_mesh_does_not_pass_for_one_out
     until("the end", || !discovery.status().connected).await;
     let waiting = need(&discovery, "192.0.2.1");
     let mut stream = open(&mut server).await;
-    stream.send(Kind::Address, vec![service("external", "192.0.2.1")], &[]).await;
+    stream.answer(vec![service("external", "192.0.2.1")], vec![]).await;
     assert_eq!(waiting.await.unwrap(), Need::Known);
 }
 

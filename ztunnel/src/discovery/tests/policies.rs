@@ -102,3 +102,60 @@ async fn a_policy_that_cannot_be_taken_is_refused_and_denies_until_it_can_or_goe
     assert!(stream.request().await.error_detail.is_some());
     assert_eq!(result(&mesh), "not_allowed");
 }
+
+/// While nobody was told, a policy of some workloads became one of the namespace, or the other way round: in no order of
+/// the answers does it apply to nobody in between.
+#[tokio::test]
+async fn a_policy_whose_scope_changed_while_the_stream_was_down_applies_all_the_time() {
+    let selected = || (local_pod(&["shop/p"]), authorization("p").selected());
+    let of_namespace = || (local_pod(&[]), authorization("p").of_namespace());
+    for (before, after) in [(selected(), of_namespace()), (of_namespace(), selected())] {
+        for records_first in [true, false] {
+            let mut server = Server::start().await;
+            let (_discovery, mesh) = start(&server, settings());
+            let mut stream = open(&mut server).await;
+            stream.answer(vec![before.0.clone()], vec![before.1.clone()]).await;
+            assert_eq!(result(&mesh), "not_allowed");
+            stream.end(Err(Status::unavailable("gone"))).await;
+
+            let mut stream = open(&mut server).await;
+            let mut answers = [(Kind::Address, after.0.clone()), (Kind::Authorization, after.1.clone())];
+            if !records_first {
+                answers.reverse();
+            }
+            let [(kind, resource), last] = answers;
+            // In parts, of which only the last says that the answer is whole.
+            stream.send_part(kind, vec![], &[], true).await;
+            stream.send(kind, vec![resource], &[]).await;
+            assert!(stream.is_silent().await, "{kind:?} waits for the other");
+            assert_eq!(result(&mesh), "not_allowed");
+            stream.send_part(last.0, vec![last.1], &[], true).await;
+            assert!(stream.is_silent().await, "the answer goes on");
+            stream.send(last.0, vec![], &[]).await;
+            for _ in 0..4 {
+                assert_eq!(stream.request().await.error_detail, None);
+            }
+            assert_eq!(result(&mesh), "not_allowed");
+            let local = mesh.load().local("shop", "a", "default").expect("the pod's record").workload.clone();
+            assert_eq!(local.policies.len(), after.0.clone().workload_mut().authorization_policies.len());
+        }
+    }
+}
+
+/// A control plane cuts what is long into parts: some of the policies are not all of them.
+#[tokio::test]
+async fn a_part_of_the_first_answer_decides_nothing() {
+    let mut server = Server::start().await;
+    let (discovery, mesh) = start(&server, settings());
+    let mut stream = open(&mut server).await;
+    stream.send(Kind::Address, vec![local_pod(&[])], &[]).await;
+    stream.acked().await;
+    stream.send_part(Kind::Authorization, vec![authorization("q").selected()], &[], true).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "policies_missing");
+    assert!(!discovery.is_synced());
+    stream.send(Kind::Authorization, vec![authorization("p").of_namespace()], &[]).await;
+    stream.acked().await;
+    assert_eq!(result(&mesh), "not_allowed");
+    assert!(discovery.is_synced());
+}

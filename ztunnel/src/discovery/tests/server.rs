@@ -198,14 +198,33 @@ impl Stream {
         assert_eq!((request.response_nonce, request.error_detail), (self.nonce.to_string(), None));
     }
 
+    /// Answers both types, together, for a proxy that holds something changes it in one step: the next requests are
+    /// their acknowledgements.
+    pub async fn answer(&mut self, addresses: Vec<Resource>, policies: Vec<Resource>) {
+        let nonces =
+            [self.send(Kind::Address, addresses, &[]).await, self.send(Kind::Authorization, policies, &[]).await];
+        for nonce in nonces {
+            let request = self.request().await;
+            assert_eq!((request.response_nonce, request.error_detail), (nonce, None));
+        }
+    }
+
     pub async fn is_silent(&mut self) -> bool {
         timeout(WHILE, self.requests.recv()).await.is_err()
     }
 
     /// Sends a response; its nonce.
     pub async fn send(&mut self, kind: Kind, resources: Vec<Resource>, removed: &[&str]) -> String {
+        self.send_part(kind, resources, removed, false).await
+    }
+
+    /// The same of an answer that may go on in the next one.
+    pub async fn send_part(&mut self, kind: Kind, resources: Vec<Resource>, removed: &[&str], more: bool) -> String {
         self.nonce += 1;
-        let response = response(kind, resources, removed, self.nonce);
+        let mut response = response(kind, resources, removed, self.nonce);
+        if more {
+            response.system_version_info = MORE.into();
+        }
         self.responses.send(Ok(response)).await.unwrap();
         self.nonce.to_string()
     }

@@ -31,8 +31,8 @@ mod tests;
 
 use authority::{LeafTerms, workload_usages};
 pub use cert::CertReport;
-pub(crate) use files::unlike_any_other;
 pub use files::write_whole;
+pub(crate) use files::{beside, sweep_unfinished};
 pub use folder::FolderWatch;
 use in_force::{Event, InForce};
 pub use layout::Layout;
@@ -125,6 +125,7 @@ impl Ca {
     pub fn open(settings: CaSettings) -> Result<Self, CaError> {
         let now = SystemTime::now();
         let (dir, owner) = (&settings.dir, files::own_user());
+        files::sweep_unfinished(dir);
         layout::prepare(dir, now)?;
         let raw = layout::look(dir, owner)?;
         let found = raw.verify(dir, &settings.probe(), now)?;

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use ztunnel::identity::rfc3339;
 use ztunnel::manifests::{ObjectKey, ObjectName, SecurityKind};
 
-use crate::ca::unlike_any_other;
+use crate::ca::{beside, sweep_unfinished};
 use crate::metrics::Metrics;
 use crate::model::{PolicyStatus, Snapshot};
 use crate::policy::{Condition, State};
@@ -51,7 +51,7 @@ pub async fn tell(mut snapshots: watch::Receiver<Snapshot>, folder: Option<Polic
         told = now.clone();
         if let Some(folder) = &folder {
             pending.extend(changed);
-            let (folder, keys, sweep_now) = (folder.clone(), std::mem::take(&mut pending), sweep);
+            let (folder, keys, sweep_now) = (folder.clone(), pending.clone(), sweep);
             let written = tokio::task::spawn_blocking(move || folder.bring_up_to_date(&now, keys, sweep_now)).await;
             match written {
                 Ok(left) => (pending, sweep) = (left, false),
@@ -206,6 +206,7 @@ impl PolicyStatusFolder {
     }
 
     fn sweep(&self, now: &Statuses) {
+        sweep_unfinished(&self.dir);
         let known = now.keys().filter_map(SecurityKind::of).map(|(kind, name)| file_name(kind, name));
         let known: BTreeSet<String> = known.collect();
         let ours = |name: &str| {
@@ -252,7 +253,7 @@ fn write(path: &Path, kind: SecurityKind, name: &ObjectName, status: &PolicyStat
         return Ok(());
     }
     // Not synced: after a crash of the machine it is written again.
-    let fresh = path.with_extension(format!("{}.new", unlike_any_other()));
+    let fresh = beside(path)?;
     let renamed = fs::write(&fresh, text).and_then(|()| fs::rename(&fresh, path));
     if renamed.is_err() {
         let _ = fs::remove_file(&fresh);

@@ -3,7 +3,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
@@ -19,8 +19,7 @@ pub fn write_whole(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 
 /// The same, for another user where it must be readable to him. Only root can.
 pub(super) fn write_as(path: &Path, bytes: &[u8], mode: u32, owner: Option<u32>) -> io::Result<()> {
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-    let fresh = path.with_file_name(format!(".{name}.{}.new", unlike_any_other()));
+    let fresh = beside(path)?;
     let written = OpenOptions::new().write(true).create_new(true).mode(mode).open(&fresh).and_then(|mut file| {
         if let Some(owner) = owner.filter(|owner| *owner != own_user()) {
             fchown(&file, Some(owner), None)?;
@@ -35,10 +34,26 @@ pub(super) fn write_as(path: &Path, bytes: &[u8], mode: u32, owner: Option<u32>)
     renamed
 }
 
-/// Part of a name that no other process takes, though in containers all may have one number.
-pub(crate) fn unlike_any_other() -> String {
-    let number = ztunnel::random::next_u64();
-    format!("{}-{number:016x}", std::process::id())
+/// Where a file is written before it is renamed into place: a name that no other process takes, though in containers all
+/// may have one number.
+pub(crate) fn beside(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
+    let (process, number) = (std::process::id(), ztunnel::random::next_u64());
+    Ok(path.with_file_name(format!(".{name}.{process}-{number:016x}{UNFINISHED}")))
+}
+
+/// Removes what processes that were killed have left beside the files of a folder. What is younger than a minute may be
+/// in the hands of another process.
+pub(crate) fn sweep_unfinished(dir: &Path) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for entry in entries.flatten() {
+        let is_ours = entry.file_name().to_str().is_some_and(|n| n.starts_with('.') && n.ends_with(UNFINISHED));
+        let age = entry.metadata().and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
+        if is_ours && age.is_ok_and(|age| age > LONGEST_WRITE) {
+            // Only space is lost if it stays.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// A rename lasts once the folder has been written.
@@ -168,6 +183,10 @@ pub(super) const LOCK: &str = ".lock";
 /// Each change takes some milliseconds.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
+/// How the name of a file ends that is not in place yet.
+const UNFINISHED: &str = ".new";
+/// No write takes longer.
+const LONGEST_WRITE: Duration = Duration::from_secs(60);
 const MAX_FILE: u64 = 1 << 20;
 const NONBLOCK: i32 = (rustix::fs::OFlags::NONBLOCK.bits() | rustix::fs::OFlags::NOCTTY.bits()) as i32;
 const NOFOLLOW: i32 = rustix::fs::OFlags::NOFOLLOW.bits() as i32;

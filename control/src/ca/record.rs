@@ -52,7 +52,14 @@ pub(super) struct RootRecord {
 #[derive(Debug)]
 pub(super) struct Recorder {
     file: Option<File>,
-    held: Mutex<Record>,
+    held: Mutex<Held>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    record: Record,
+    /// The file lacks something of it, because it could not be written.
+    unwritten: bool,
 }
 
 #[derive(Debug)]
@@ -71,6 +78,16 @@ impl Record {
         self.roots.entry(cert.fingerprint.clone()).or_insert_with(fresh)
     }
 
+    /// Takes over what another one says of certificates that may live, and roots that it has beside these.
+    fn not_less_than(&mut self, other: Self) {
+        self.leaf_life = self.leaf_life.max(other.leaf_life);
+        for (fingerprint, root) in other.roots {
+            let until = root.leaves_until;
+            let held = self.roots.entry(fingerprint).or_insert(root);
+            held.leaves_until = held.leaves_until.max(until);
+        }
+    }
+
     pub fn leaf_life(&self) -> Duration {
         Duration::from_secs(self.leaf_life)
     }
@@ -79,6 +96,14 @@ impl Record {
     /// of its life, give or take a fifth of that, with time left for further tries.
     pub fn adoption(&self) -> Duration {
         self.leaf_life().mul_f64(0.75)
+    }
+}
+
+impl Held {
+    /// A change that is only known here.
+    fn change_unwritten<T>(&mut self, change: impl FnOnce(&mut Record) -> T) -> T {
+        self.unwritten = true;
+        change(&mut self.record)
     }
 }
 
@@ -97,8 +122,8 @@ impl Recorder {
     /// In the folder, where the record of before is gone on with.
     pub fn in_folder(dir: &Path, owner: u32) -> Result<Self, CaError> {
         let file = File { dir: dir.to_owned(), owner };
-        let held = Mutex::new(file.read()?.unwrap_or_default());
-        Ok(Self { file: Some(file), held })
+        let record = file.read()?.unwrap_or_default();
+        Ok(Self { file: Some(file), held: Mutex::new(Held { record, unwritten: false }) })
     }
 
     /// Only for as long as this process lives.
@@ -112,7 +137,7 @@ impl Recorder {
 
     /// As it was known last.
     pub fn held(&self) -> Record {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).record.clone()
     }
 
     /// Changes the record, from what is in the file by now. If the file cannot be used, the change is made in memory and
@@ -123,8 +148,8 @@ impl Recorder {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         match (&self.file, locked) {
             (Some(file), Some(Ok(_locked))) => Self::update_file(file, &mut held, change),
-            (_, Some(Err(error))) => (change(&mut held), Err(error)),
-            (_, None) | (None, _) => (change(&mut held), Ok(())),
+            (_, Some(Err(error))) => (held.change_unwritten(change), Err(error)),
+            (_, None) | (None, _) => (change(&mut held.record), Ok(())),
         }
     }
 
@@ -137,36 +162,33 @@ impl Recorder {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         match &self.file {
             Some(file) => Self::update_file(file, &mut held, change),
-            None => (change(&mut held), Ok(())),
+            None => (change(&mut held.record), Ok(())),
         }
     }
 
-    fn update_file<T>(
-        file: &File,
-        held: &mut Record,
-        change: impl FnOnce(&mut Record) -> T,
-    ) -> (T, Result<(), CaError>) {
+    fn update_file<T>(file: &File, held: &mut Held, change: impl FnOnce(&mut Record) -> T) -> (T, Result<(), CaError>) {
         let before = match file.read() {
             Ok(before) => before,
-            Err(error) => return (change(held), Err(error)),
+            Err(error) => return (held.change_unwritten(change), Err(error)),
         };
         // Gone: what is known here is written again.
         let is_there = before.is_some();
-        let before = before.unwrap_or_else(|| held.clone());
-        *held = before.clone();
-        let result = change(held);
-        held.version = VERSION;
-        let written = if *held == before && is_there { Ok(()) } else { file.write(held) };
+        let before = before.unwrap_or_else(|| held.record.clone());
+        let known = std::mem::replace(&mut held.record, before.clone());
+        if held.unwritten {
+            held.record.not_less_than(known);
+        }
+        let result = change(&mut held.record);
+        held.record.version = VERSION;
+        let written = if held.record == before && is_there { Ok(()) } else { file.write(&held.record) };
+        held.unwritten = written.is_err();
         (result, written)
     }
 
     /// Notes that a certificate below a root ends then, before it is handed out. What is noted is some time ahead, so
     /// that not each certificate costs a write.
     pub fn note_leaf(&self, root: &Cert, end: SystemTime, lifetime: Duration) -> Result<(), CaError> {
-        let is_known = |record: &Record| {
-            record.root(root).and_then(|root| root.leaves_until).is_some_and(|until| until >= seconds(end))
-        };
-        if is_known(&self.held.lock().unwrap_or_else(PoisonError::into_inner)) {
+        if self.held().root(root).and_then(|root| root.leaves_until).is_some_and(|until| until >= seconds(end)) {
             return Ok(());
         }
         self.update(|record| record.root_mut(root).leaves_live_until(end + lifetime / 8)).1

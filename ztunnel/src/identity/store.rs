@@ -300,6 +300,11 @@ impl Store {
     }
 
     /// All identities that are known here, in order.
+    /// One of them.
+    pub fn state(&self, identity: &Identity) -> Option<IdentityState> {
+        self.0.lock().get(identity).map(|entry| entry.state(identity))
+    }
+
     pub fn states(&self) -> Vec<IdentityState> {
         let entries = self.0.lock();
         let mut states: Vec<_> = entries.iter().map(|(identity, entry)| entry.state(identity)).collect();
@@ -427,9 +432,10 @@ impl Shared {
                 let roots = certificate.roots();
                 self.trust.learn(identity.trust_domain(), roots, asked, self.is_behind(certificate))
             }
-            Err(_) => Learned::Same,
+            Err(_) => Learned::default(),
         };
-        if learned != Learned::Same {
+        // A replica that is behind says the same again and again, and that is no news.
+        if learned.changed {
             self.doubts.lock().unwrap_or_else(PoisonError::into_inner).confirmed();
         }
         let mut entries = self.lock();
@@ -445,7 +451,7 @@ impl Shared {
             let of_domain = |(other, entry): &(&Identity, &mut Entry)| {
                 other.trust_domain() == identity.trust_domain() && !entry.in_flight
             };
-            if learned == Learned::Doubtful
+            if learned.doubtful
                 && let Some((_, entry)) = entries.iter_mut().find(of_domain)
             {
                 entry.next_try = entry.next_try.min(Instant::now() + self.settings.first_backoff);
@@ -460,7 +466,7 @@ impl Shared {
                 let renewal = renew_in(&certificate, SystemTime::now());
                 // One that is behind the announcement has pauses of its own.
                 let pause = self.settings.first_backoff.saturating_mul(1 << entry.doubtful.min(MOST_DOUBLED));
-                let again = (learned == Learned::Doubtful).then_some(pause);
+                let again = learned.doubtful.then_some(pause);
                 entry.doubtful = again.map_or(0, |_| entry.doubtful.saturating_add(1));
                 let early = self.sooner(entry, &certificate).or(again).unwrap_or(renewal);
                 entry.next_try = Instant::now() + early.min(renewal);

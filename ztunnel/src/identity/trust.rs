@@ -70,13 +70,13 @@ pub enum PeerRole {
 }
 
 /// What an answer did to the roots of its trust domain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Learned {
-    Same,
-    Changed,
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Learned {
+    /// Others are trusted than before.
+    pub changed: bool,
     /// It overlapped with an answer that had other roots, or is behind: both count until a further answer, which must be
     /// asked for.
-    Doubtful,
+    pub doubtful: bool,
 }
 
 /// What the trust has gone through, for the metrics.
@@ -166,7 +166,7 @@ impl Trust {
             *last = came.max(*last);
         }
         if held.is_same(&next) {
-            return if doubtful { Learned::Doubtful } else { Learned::Same };
+            return Learned { changed: false, doubtful };
         }
         let (added, lost) = (held.missing_from(&next), next.missing_from(held));
         // `missing_from` names what the first lacks of the second.
@@ -190,7 +190,7 @@ impl Trust {
         if is_loss {
             self.0.generation.send_modify(|n| *n += 1);
         }
-        if doubtful { Learned::Doubtful } else { Learned::Changed }
+        Learned { changed: true, doubtful }
     }
 
     /// Takes revocation lists in the place of those before.

@@ -494,7 +494,7 @@ impl NodeFacts for Running<'_> {
     }
 
     fn certificate(&self, identity: &Identity) -> Option<CertificateState> {
-        let state = self.0.certificates.states().into_iter().find(|state| state.identity == *identity)?;
+        let state = self.0.certificates.state(identity)?;
         let (is_usable, mut text) = match &state.state {
             State::Initializing => (false, "its certificate has been asked for and is not here yet".to_owned()),
             State::Unavailable(reason) => (false, format!("no certificate: {reason}")),

@@ -81,8 +81,10 @@ impl PodManager for Pods {
             Removal::Drain => {
                 pod.advance(Phase::Leaving);
                 let deadline = shared.config.timeouts.drain;
+                shared.leaving().push(pod.clone());
                 self.runtime.spawn(async move {
                     tokio::time::sleep(deadline).await;
+                    shared.leaving().retain(|other| !Arc::ptr_eq(other, &pod));
                     cut(&shared, &pod);
                 });
             }
@@ -128,7 +130,9 @@ mod tests {
     use crate::discovery::{Discovery, DiscoverySettings};
     use crate::identity::{CaClient, CaClientSettings, ControlPlane, RootSource, Store, StoreSettings, Trust};
     use crate::lifecycle::{Shutdown, Watchdog};
-    use crate::mesh::Mesh;
+    use crate::mesh::{Mesh, convert_workload};
+    use crate::policy;
+    use crate::proto::{security, workload};
     use crate::proxy::config::ProxyArgs;
     use crate::telemetry::flow::{Direction, Flow, Protocol};
     use crate::telemetry::metrics::Metrics;
@@ -184,15 +188,52 @@ mod tests {
 
         /// A connection of the pod as it is served now.
         fn connection(&self) -> Connection {
-            let any = "192.0.2.1:1".parse().unwrap();
-            self.shared.telemetry.open(Flow::new(
-                Direction::Outbound,
-                Protocol::Tcp,
-                self.served().uid.clone(),
-                any,
-                any,
-            ))
+            self.connection_to(Direction::Outbound)
         }
+
+        fn connection_to(&self, direction: Direction) -> Connection {
+            let any = "192.0.2.1:1".parse().unwrap();
+            self.shared.telemetry.open(Flow::new(direction, Protocol::Tcp, self.served().uid.clone(), any, any))
+        }
+    }
+
+    /// A policy that denies all, in the pod's namespace.
+    fn deny_all(pods: &Pods) {
+        let record = workload::Workload {
+            uid: format!("Kubernetes//Pod/shop/{UID}"),
+            name: "a".into(),
+            namespace: "shop".into(),
+            node: "n1".into(),
+            service_account: "a".into(),
+            ..Default::default()
+        };
+        let policy = security::Authorization {
+            name: "nobody".into(),
+            namespace: "shop".into(),
+            scope: security::Scope::Namespace as i32,
+            ..Default::default()
+        };
+        pods.shared.mesh.update(|update| {
+            let record = convert_workload(&record, update.strings()).unwrap();
+            update.workload(record);
+            update.policy(policy::convert(&policy.into()).unwrap());
+            update.policies_complete();
+        });
+    }
+
+    /// A plain peer of the ZDS protocol takes a pod away and lets its connections end in their own time.
+    #[tokio::test]
+    async fn connections_of_a_pod_that_leaves_are_still_judged_when_policies_change() {
+        let pods = pods(&[]);
+        let (netns, listeners) = made();
+        pods.give(&netns, &listeners).unwrap();
+        let rejudging = tokio::spawn(super::super::rejudge::run(pods.shared.clone()));
+        let connection = pods.connection_to(Direction::Inbound);
+        pods.remove(UID, Removal::Drain);
+        assert!(!is_ordered_to_end(&connection).await);
+        deny_all(&pods);
+        assert_eq!(connection.close_ordered().await, CloseReason::PolicyChange);
+        rejudging.abort();
     }
 
     fn made() -> (Netns, PodListeners) {

@@ -72,9 +72,11 @@ impl Watched {
     /// Judges what has to be judged. When the next pass is due, if nothing changes before.
     async fn pass(&mut self, shared: &Shared) -> Option<Instant> {
         let pods: HashMap<Arc<str>, Arc<Pod>> = {
+            let leaving = shared.leaving().clone();
             let pods = shared.pods();
-            let serving = pods.values().filter(|pod| *pod.phase.borrow() < Phase::Gone);
-            serving.map(|pod| (pod.uid.clone(), pod.clone())).collect()
+            // One that has left and come back counts as it is now.
+            let all = leaving.iter().chain(pods.values()).filter(|pod| *pod.phase.borrow() < Phase::Gone);
+            all.map(|pod| (pod.uid.clone(), pod.clone())).collect()
         };
         self.0.retain(|uid, _| pods.contains_key(uid));
         let mut affected = HashMap::new();

@@ -37,6 +37,7 @@ pub struct Shared {
     /// The agent's maps; nothing under an agent that captures in another way.
     pub maps: ArcSwapOption<Maps>,
     pods: Mutex<HashMap<String, Arc<Pod>>>,
+    leaving: Mutex<Vec<Arc<Pod>>>,
     /// Changes with each pod that comes or goes.
     pub pods_changed: watch::Sender<u64>,
     /// Pods that were ever served, and that no longer are.
@@ -120,6 +121,7 @@ impl Shared {
             trust_counters: TrustCounters::default(),
             maps: ArcSwapOption::empty(),
             pods: Mutex::default(),
+            leaving: Mutex::default(),
             pods_changed: watch::Sender::new(0),
             pods_started: AtomicU64::new(0),
             pods_stopped: AtomicU64::new(0),
@@ -128,6 +130,11 @@ impl Shared {
             workers: OnceLock::new(),
             config,
         })
+    }
+
+    /// The pods that are served no longer and still have connections.
+    pub fn leaving(&self) -> MutexGuard<'_, Vec<Arc<Pod>>> {
+        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn pods(&self) -> MutexGuard<'_, HashMap<String, Arc<Pod>>> {

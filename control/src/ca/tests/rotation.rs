@@ -381,3 +381,46 @@ fn a_status_is_for_people_and_for_scripts() {
     let missing = crate::ca::status(&dir.path("missing")).unwrap_err().to_string();
     assert!(missing.contains("missing"), "{missing}");
 }
+
+/// A certificate that was handed out while the record could not be written counts once it can be again.
+#[test]
+fn what_could_not_be_noted_is_noted_later() {
+    let dir = Dir::new("unwritten");
+    let ca = dir.open().unwrap();
+    let root = ca.in_force.load().roots[0].cert.clone();
+    let recorder = Recorder::in_folder(&dir.0, files::own_user()).unwrap();
+    let record = dir.path(crate::ca::record::RECORD);
+    // Nothing can be renamed onto a folder.
+    fs::remove_file(&record).unwrap();
+    fs::create_dir(&record).unwrap();
+    let end = SystemTime::now() + Duration::from_secs(90 * 24 * 3600);
+    assert!(recorder.note_leaf(&root, end, Duration::ZERO).is_err());
+    fs::remove_dir(&record).unwrap();
+    // Meanwhile another process has written what it knows.
+    remember(&dir, |record| record.root_mut(&root).leaves_until = Some(1));
+    let until = |record: &Record| record.root(&root).and_then(|root| root.leaves_until);
+    recorder.update(|_| ()).1.unwrap();
+    assert!(until(&recorder.held()) >= Some(crate::ca::record::seconds(end)));
+    let written = Recorder::in_folder(&dir.0, files::own_user()).unwrap().held();
+    assert_eq!(until(&written), until(&recorder.held()));
+    // From then on the file is believed, also where it says less.
+    remember(&dir, |record| record.root_mut(&root).leaves_until = Some(1));
+    recorder.update(|_| ()).1.unwrap();
+    assert_eq!(until(&recorder.held()), Some(1));
+}
+
+#[test]
+fn what_a_killed_process_left_half_written_goes_at_the_next_start() {
+    let dir = Dir::new("unfinished");
+    drop(dir.open().unwrap());
+    let (old, young, other) = (".root-key.pem.7-00.new", ".root-key.pem.8-00.new", "notes.new");
+    for name in [old, young, other] {
+        fs::write(dir.path(name), "half").unwrap();
+    }
+    let hour = SystemTime::now() - Duration::from_secs(3600);
+    for name in [old, other] {
+        fs::File::options().write(true).open(dir.path(name)).unwrap().set_modified(hour).unwrap();
+    }
+    drop(dir.open().unwrap());
+    assert_eq!([old, young, other].map(|name| dir.path(name).exists()), [false, true, true]);
+}

@@ -48,26 +48,30 @@ impl Answers {
     }
 }
 
+const SAME: Learned = Learned { changed: false, doubtful: false };
+const CHANGED: Learned = Learned { changed: true, doubtful: false };
+const DOUBTFUL: Learned = Learned { changed: false, doubtful: true };
+
 #[test]
 fn a_later_answer_replaces_the_roots_for_everybody() {
     let (old, new) = (TestCa::new("old"), TestCa::new("new"));
     let answers = Answers::new();
     let trust = &answers.trust;
     assert!(matches!(verify(trust, &[leaf(&old, "web")]), Err(PeerError::NoRoots { .. })));
-    assert_eq!(answers.come(&[&old], 0, 1), Learned::Changed);
-    assert_eq!(answers.come(&[&old], 2, 3), Learned::Same);
+    assert_eq!(answers.come(&[&old], 0, 1), CHANGED);
+    assert_eq!(answers.come(&[&old], 2, 3), SAME);
     verify(trust, &[leaf(&old, "web")]).unwrap();
     assert!(matches!(verify(trust, &[leaf(&new, "web")]), Err(PeerError::Untrusted { .. })));
 
     let before = trust.generation();
-    assert_eq!(answers.come(&[&new, &old], 4, 5), Learned::Changed);
+    assert_eq!(answers.come(&[&new, &old], 4, 5), CHANGED);
     assert_eq!(trust.generation(), before, "nobody has lost trust");
     verify(trust, &[leaf(&old, "web")]).unwrap();
     verify(trust, &[leaf(&new, "web")]).unwrap();
 
     let web = leaf(&old, "web");
     again(trust, std::slice::from_ref(&web)).unwrap();
-    assert_eq!(answers.come(&[&new], 6, 7), Learned::Changed);
+    assert_eq!(answers.come(&[&new], 6, 7), CHANGED);
     assert_eq!(trust.generation(), before + 1);
     let error = again(trust, &[web]).unwrap_err().to_string();
     for part in ["sa/web", "CN=old", "none of the 1 trusted root(s) of cluster.local"] {
@@ -85,12 +89,12 @@ fn answers_that_overlap_add_up_until_a_later_one_settles_it() {
     let (old, new) = (TestCa::new("old"), TestCa::new("new"));
     for settled in [&old, &new] {
         let answers = Answers::new();
-        assert_eq!(answers.come(&[&old], 0, 1), Learned::Changed);
-        assert_eq!(answers.come(&[&old], 2, 5), Learned::Same);
-        assert_eq!(answers.come(&[&new], 3, 6), Learned::Doubtful);
+        assert_eq!(answers.come(&[&old], 0, 1), CHANGED);
+        assert_eq!(answers.come(&[&old], 2, 5), SAME);
+        assert_eq!(answers.come(&[&new], 3, 6), Learned { changed: true, doubtful: true });
         verify(&answers.trust, &[leaf(&old, "web")]).unwrap();
         verify(&answers.trust, &[leaf(&new, "web")]).unwrap();
-        assert_eq!(answers.come(&[settled], 6, 7), Learned::Changed);
+        assert_eq!(answers.come(&[settled], 6, 7), CHANGED);
         for ca in [&old, &new] {
             assert_eq!(verify(&answers.trust, &[leaf(ca, "web")]).is_ok(), std::ptr::eq(ca, settled));
         }
@@ -102,14 +106,14 @@ fn answers_that_overlap_add_up_until_a_later_one_settles_it() {
 fn a_root_goes_although_answers_overlap_without_end() {
     let (old, new) = (TestCa::new("old"), TestCa::new("new"));
     let answers = Answers::new();
-    assert_eq!(answers.come(&[&old, &new], 0, 5), Learned::Changed);
-    assert_eq!(answers.come(&[&new], 1, 6), Learned::Doubtful);
-    assert_eq!(answers.come(&[&new], 4, 9), Learned::Doubtful);
+    assert_eq!(answers.come(&[&old, &new], 0, 5), CHANGED);
+    assert_eq!(answers.come(&[&new], 1, 6), DOUBTFUL);
+    assert_eq!(answers.come(&[&new], 4, 9), DOUBTFUL);
     assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_ok());
-    assert_eq!(answers.come(&[&new], 7, 12), Learned::Changed);
+    assert_eq!(answers.come(&[&new], 7, 12), CHANGED);
     assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_err());
-    assert_eq!(answers.come(&[&new], 8, 13), Learned::Same);
-    assert_eq!(answers.come(&[&new, &old], 10, 14), Learned::Doubtful, "asked for before the last one without it came");
+    assert_eq!(answers.come(&[&new], 8, 13), SAME);
+    assert_eq!(answers.come(&[&new, &old], 10, 14), DOUBTFUL, "asked for before the last one without it came");
     assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_err());
 }
 
@@ -118,12 +122,12 @@ fn a_root_goes_although_answers_overlap_without_end() {
 fn an_overlapping_answer_brings_no_withdrawn_root_back() {
     let (old, new) = (TestCa::new("old"), TestCa::new("new"));
     let answers = Answers::new();
-    assert_eq!(answers.come(&[&old, &new], 0, 1), Learned::Changed);
-    assert_eq!(answers.come(&[&new], 3, 4), Learned::Changed);
-    assert_eq!(answers.come(&[&old, &new], 2, 5), Learned::Doubtful);
+    assert_eq!(answers.come(&[&old, &new], 0, 1), CHANGED);
+    assert_eq!(answers.come(&[&new], 3, 4), CHANGED);
+    assert_eq!(answers.come(&[&old, &new], 2, 5), DOUBTFUL);
     assert!(verify(&answers.trust, &[leaf(&old, "web")]).is_err());
     // But one that was asked for later does.
-    assert_eq!(answers.come(&[&old, &new], 6, 7), Learned::Changed);
+    assert_eq!(answers.come(&[&old, &new], 6, 7), CHANGED);
     verify(&answers.trust, &[leaf(&old, "web")]).unwrap();
 }
 

@@ -37,7 +37,7 @@
 //! | have the usual three pods and two services | [`Shop::in_mesh`] |
 //! | send bad HBONE, or use a bad certificate | [`HboneClient`], `tb.mesh().authority()`, [`Authority::foreign`] |
 //! | have a certificate service that misbehaves, or rotates its roots | [`FakeCa`] |
-//! | have Envoy as the other side | [`Envoy::hbone_client`], [`Envoy::hbone_server`] |
+//! | have Envoy as the other side, or as a sidecar | [`Envoy::hbone_client`], [`Envoy::hbone_server`], [`Envoy::sidecar`] |
 //! | wait | [`wait_for`] with words for what is waited for; never a fixed sleep |
 //!
 //! What the testbed itself cannot do panics with the thing and the step; what a test may expect to fail (`connect`)
@@ -77,7 +77,7 @@ pub use cluster::{
     ServiceSpec, Target, TokenKey, TokenSpec,
 };
 pub use daemon::{Daemon, LogMark, describe};
-pub use envoy::Envoy;
+pub use envoy::{Envoy, SidecarPorts, envoy_version};
 pub use fake_ca::{FakeCa, Manner};
 pub use hbone::{
     Begun, Connected, END_HEADERS, HboneClient, RawTunnel, TunnelError, connect_block, frame, frame_bytes,

@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 
 use testbed::{
-    Authority, Behaviour, DATAPLANE_MODE, End, Envoy, Pod, Shop, StreamExt, Testbed, read_checksum, send_pattern,
-    wait_for, workload_of,
+    Authority, Behaviour, DATAPLANE_MODE, End, Envoy, Pod, Shop, SidecarPorts, StreamExt, Testbed, read_checksum,
+    send_pattern, wait_for, workload_of,
 };
 
 const ENVOY: &str = "spiffe://cluster.local/ns/peers/sa/envoy";
@@ -115,4 +115,47 @@ fn envoy_is_a_good_server_of_our_client() {
     assert!(!wire.flows_to_port(15008).is_empty(), "it goes through the tunnel");
     drop(wire);
     exercise(&|| shop.client.connect(peer.at(8080)).expect("connect"), &peer, "our client to Envoy");
+}
+
+#[test]
+fn sidecars_carry_bytes_and_http_over_mutual_tls() {
+    let tb = Testbed::new();
+    let client = tb.pod("sidecars/client").start();
+    let server = tb.pod("sidecars/server").on(tb.node(1)).start();
+    let outside = tb.outside("outside");
+    let authority = Authority::foreign();
+    let leaf = authority.issue(ENVOY);
+    let sidecar = |name: &str, pod: &Pod| {
+        let material = (&leaf, authority.root_pem.as_str(), ENVOY);
+        let ways = (("10.244.0.0", 16), SidecarPorts { http: &[8083] });
+        Envoy::sidecar(&pod.beside("sidecar"), &tb.path(""), name, material, ways, (3, 2), 2)
+    };
+    let (near, far) = (sidecar("sidecar-client", &client), sidecar("sidecar-server", &server));
+    let wire = tb.wire();
+    {
+        let _echo = server.serve(8080, Behaviour::Echo);
+        client.connect(server.at(8080)).expect("connect").ask(b"canary");
+    }
+    {
+        let behaviour = Behaviour::custom(|mut stream| {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                stream.read_exact(&mut byte).expect("a request");
+                head.push(byte[0]);
+            }
+            assert!(head.starts_with(b"GET /canary HTTP/1.1"), "{}", String::from_utf8_lossy(&head));
+            stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\ncanary").expect("answer");
+        });
+        let _http = server.serve(8083, behaviour);
+        let mut stream = client.connect(server.at(8083)).expect("connect");
+        stream.write_all(b"GET /canary HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").expect("send");
+        let (answer, _) = stream.hear_end();
+        assert!(answer.ends_with(b"canary"), "{}", String::from_utf8_lossy(&answer));
+    }
+    assert!(!wire.contains(b"canary"), "in the clear between the nodes");
+    let handshakes = |envoy: &Envoy| envoy.stats("ssl.handshake").iter().map(|(_, count)| count).sum::<u64>();
+    assert_eq!((handshakes(&near), handshakes(&far)), (2, 2), "both went through both sidecars");
+    let _echo = outside.serve(8080, Behaviour::Echo);
+    client.connect((outside.ip4(), 8080).into()).expect("connect").ask(b"hello");
 }

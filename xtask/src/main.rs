@@ -52,7 +52,7 @@ enum Command {
         #[arg(long, value_name = "SECONDS", default_value_t = 60)]
         seconds: u32,
     },
-    /// Measure direct connections, two plain relays and the mesh; see `cargo xtask bench --help`
+    /// Measure the mesh beside direct connections, plain relays and Envoy; see `cargo xtask bench --help`
     #[command(disable_help_flag = true)]
     Bench {
         /// Arguments of the bench
@@ -101,7 +101,8 @@ fn run(command: Command) -> Result<ExitCode> {
             // A release build takes long: not for a page of help.
             let profile = if help { build::Profile::Dev } else { build::Profile::Release };
             if !help {
-                packages::install(packages::DEMO)?;
+                packages::install(packages::ALL)?;
+                packages::fetch_envoy()?;
                 preflight::check()?;
             }
             build::binaries(profile)?;

@@ -13,7 +13,8 @@ use tokio::net::TcpStream;
 use tokio::task::LocalSet;
 use tokio::time::{sleep_until, timeout};
 
-use super::{ANSWER, Measured, REQUEST};
+use super::exchange::request;
+use super::{Measured, Talk};
 
 const BLOCK: usize = 256 * 1024;
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -81,29 +82,23 @@ async fn connect(to: SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-async fn request(stream: &mut TcpStream) -> io::Result<()> {
-    let mut answer = [0; ANSWER];
-    let exchange = async {
-        stream.write_all(&[b'q'; REQUEST]).await?;
-        stream.read_exact(&mut answer).await?;
-        Ok(())
-    };
-    timeout(PATIENCE, exchange).await.map_err(|_| io::Error::other("request: no answer"))?
+async fn one(stream: &mut TcpStream, talk: Talk) -> io::Result<()> {
+    timeout(PATIENCE, request(stream, talk)).await.map_err(|_| io::Error::other("request: no answer"))?
 }
 
 /// Connections that have had one answer: what comes later measures no set-up.
-async fn warm(to: SocketAddr, connections: usize) -> io::Result<Vec<TcpStream>> {
+async fn warm(to: SocketAddr, talk: Talk, connections: usize) -> io::Result<Vec<TcpStream>> {
     let mut streams = Vec::new();
     for _ in 0..connections {
         let mut stream = connect(to).await?;
-        request(&mut stream).await?;
+        one(&mut stream, talk).await?;
         streams.push(stream);
     }
     Ok(streams)
 }
 
-pub(super) async fn saturate(to: SocketAddr, connections: usize, time: Duration) -> io::Result<Measured> {
-    let streams = warm(to, connections).await?;
+pub(super) async fn saturate(to: SocketAddr, talk: Talk, connections: usize, time: Duration) -> io::Result<Measured> {
+    let streams = warm(to, talk, connections).await?;
     let tally = Tally::new();
     let tasks = LocalSet::new();
     for mut stream in streams {
@@ -111,7 +106,7 @@ pub(super) async fn saturate(to: SocketAddr, connections: usize, time: Duration)
         tasks.spawn_local(async move {
             while tally.start.elapsed() < time {
                 let sent = Instant::now();
-                match request(&mut stream).await {
+                match one(&mut stream, talk).await {
                     Ok(()) => tally.done(sent),
                     Err(e) => return tally.failed(&e),
                 }
@@ -122,8 +117,14 @@ pub(super) async fn saturate(to: SocketAddr, connections: usize, time: Duration)
     Ok(tally.measured())
 }
 
-pub(super) async fn rate(to: SocketAddr, connections: usize, per_second: u32, time: Duration) -> io::Result<Measured> {
-    let streams = warm(to, connections).await?;
+pub(super) async fn rate(
+    to: SocketAddr,
+    talk: Talk,
+    connections: usize,
+    per_second: u32,
+    time: Duration,
+) -> io::Result<Measured> {
+    let streams = warm(to, talk, connections).await?;
     let tally = Tally::new();
     let tasks = LocalSet::new();
     let interval = Duration::from_secs(1) / per_second;
@@ -134,7 +135,7 @@ pub(super) async fn rate(to: SocketAddr, connections: usize, per_second: u32, ti
             let mut due = tally.start + interval * i as u32;
             while due < tally.start + time {
                 wait_exactly(due).await;
-                match request(&mut stream).await {
+                match one(&mut stream, talk).await {
                     // From when it was due: an answer that comes late delays the next ones, and they count it.
                     Ok(()) => tally.done(due),
                     Err(e) => return tally.failed(&e),
@@ -207,7 +208,7 @@ where
 }
 
 pub(super) async fn new_connections(to: SocketAddr, at_once: usize, time: Duration) -> io::Result<Measured> {
-    drop(warm(to, 1).await?);
+    drop(warm(to, Talk::Bytes, 1).await?);
     let tally = Tally::new();
     let tasks = LocalSet::new();
     for _ in 0..at_once {
@@ -215,11 +216,11 @@ pub(super) async fn new_connections(to: SocketAddr, at_once: usize, time: Durati
         tasks.spawn_local(async move {
             while tally.start.elapsed() < time {
                 let start = Instant::now();
-                let one = async {
+                let short = async {
                     let mut stream = connect(to).await?;
-                    request(&mut stream).await
+                    one(&mut stream, Talk::Bytes).await
                 };
-                match one.await {
+                match short.await {
                     Ok(()) => tally.done(start),
                     Err(e) => {
                         tally.failed(&e);
@@ -235,7 +236,7 @@ pub(super) async fn new_connections(to: SocketAddr, at_once: usize, time: Durati
 }
 
 pub(super) async fn idle(to: SocketAddr, connections: usize) -> io::Result<Measured> {
-    let streams = warm(to, connections).await?;
+    let streams = warm(to, Talk::Bytes, connections).await?;
     println!("ready");
     // Held until the bench closes the other end.
     let _ = tokio::io::copy(&mut stdin()?, &mut tokio::io::sink()).await;

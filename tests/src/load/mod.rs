@@ -2,6 +2,7 @@
 //! process of its own inside a pod, started with a [`Job`], and prints what it measured as JSON.
 
 mod client;
+mod exchange;
 mod relay;
 mod server;
 
@@ -21,18 +22,29 @@ pub(crate) const ANSWER: usize = 1024;
 pub const REQUESTS_PORT: u16 = 8080;
 pub const SINK_PORT: u16 = 8081;
 pub const SOURCE_PORT: u16 = 8082;
+/// Requests and answers of the same size, in HTTP/1.1.
+pub const HTTP_PORT: u16 = 8083;
+
+/// What requests look like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum Talk {
+    /// Bytes that mean nothing.
+    #[default]
+    Bytes,
+    Http,
+}
 
 /// What a load process does.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Job {
-    /// Serves all three ports until it is killed.
+    /// Serves all ports until it is killed.
     Serve,
     /// Accepts on a port of all addresses and connects each connection on, until it is killed.
     Relay { listen: u16, to: SocketAddr },
     /// So many connections, each sends its next request when the answer to the last has come.
-    Saturate { to: SocketAddr, connections: usize, time: Duration },
+    Saturate { to: SocketAddr, talk: Talk, connections: usize, time: Duration },
     /// Requests at a fixed rate over so many connections. Times count from when a request was due.
-    Rate { to: SocketAddr, connections: usize, per_second: u32, time: Duration },
+    Rate { to: SocketAddr, talk: Talk, connections: usize, per_second: u32, time: Duration },
     /// Sends as fast as it can over so many flows.
     Upload { to: SocketAddr, flows: usize, time: Duration },
     /// Receives as fast as it can over so many flows.
@@ -69,8 +81,10 @@ pub fn run(job: &str) -> std::io::Result<()> {
         match job {
             Job::Serve => server::run().await,
             Job::Relay { listen, to } => relay::run(listen, to).await,
-            Job::Saturate { to, connections, time } => client::saturate(to, connections, time).await,
-            Job::Rate { to, connections, per_second, time } => client::rate(to, connections, per_second, time).await,
+            Job::Saturate { to, talk, connections, time } => client::saturate(to, talk, connections, time).await,
+            Job::Rate { to, talk, connections, per_second, time } => {
+                client::rate(to, talk, connections, per_second, time).await
+            }
             Job::Upload { to, flows, time } => client::upload(to, flows, time).await,
             Job::Download { to, flows, time } => client::download(to, flows, time).await,
             Job::NewConnections { to, at_once, time } => client::new_connections(to, at_once, time).await,
@@ -97,10 +111,10 @@ impl Place {
         serde_json::from_slice(&output.stdout).expect("a load client prints what it measured")
     }
 
-    /// The same netns, with a cgroup of its own for a relay, so that its CPU time can be told.
-    pub fn relay_place(&self) -> Place {
-        let pod = self.cgroup();
-        self.again(crate::cgroup::Cgroup::create(pod.path().with_file_name("relay")))
+    /// The same netns, with a cgroup of its own beside the app's, so that CPU time can be told apart.
+    pub fn beside(&self, name: &str) -> Place {
+        let app = self.cgroup();
+        self.again(crate::cgroup::Cgroup::create(app.path().with_file_name(name)))
     }
 
     /// Starts a load server or a relay; it ends with the testbed.

@@ -6,16 +6,19 @@ use std::net::Ipv6Addr;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-use super::{ANSWER, Measured, REQUEST, REQUESTS_PORT, SINK_PORT, SOURCE_PORT};
+use super::exchange::answer;
+use super::{HTTP_PORT, Measured, REQUESTS_PORT, SINK_PORT, SOURCE_PORT, Talk};
 
 const BLOCK: usize = 256 * 1024;
 
 pub(super) async fn run() -> io::Result<Measured> {
     let listen = |port| super::relay::listen((Ipv6Addr::UNSPECIFIED, port).into());
     let (requests, sink, source) = (listen(REQUESTS_PORT)?, listen(SINK_PORT)?, listen(SOURCE_PORT)?);
+    let http = listen(HTTP_PORT)?;
     println!("ready");
     tokio::join!(
-        accept(requests, |stream| tokio::spawn(answer(stream))),
+        accept(requests, |stream| tokio::spawn(answer(stream, Talk::Bytes))),
+        accept(http, |stream| tokio::spawn(answer(stream, Talk::Http))),
         accept(sink, |stream| tokio::spawn(take(stream))),
         accept(source, |stream| tokio::spawn(give(stream))),
     );
@@ -28,15 +31,6 @@ async fn accept(listener: TcpListener, serve: impl Fn(TcpStream) -> tokio::task:
             let _ = stream.set_nodelay(true);
             serve(stream);
         }
-    }
-}
-
-async fn answer(mut stream: TcpStream) -> io::Result<()> {
-    let mut request = [0; REQUEST];
-    let answer = [b'a'; ANSWER];
-    loop {
-        stream.read_exact(&mut request).await?;
-        stream.write_all(&answer).await?;
     }
 }
 

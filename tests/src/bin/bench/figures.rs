@@ -1,10 +1,12 @@
-//! The figures of a run: medians, the table, the JSON, and how the mesh stands to its marks.
+//! The figures of a run: one value per round, their medians and spread, the ratios, the tables, the JSON.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fmt::Write;
 
 use serde_json::{Value, json};
 
+use crate::machine;
+use crate::marks::{Judged, judge};
 use crate::paths::Path;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +24,7 @@ pub enum Unit {
 }
 
 impl Unit {
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::CpuMs => "CPU ms",
             Self::Ms => "ms",
@@ -38,34 +40,13 @@ impl Unit {
     }
 }
 
-/// What a figure of the mesh is held against.
-enum Mark {
-    /// At most so many times the relay's.
-    OfRelay(f64),
-    /// At most so much more than another figure of the mesh, and so many times it.
-    Beside(&'static str, f64, f64),
-    AtMost(f64),
-    AtLeast(f64),
+/// The rounds' values in short.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Summary {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
 }
-
-const MARKS: &[(&str, Mark)] = &[
-    ("cpu_ms_per_1k_saturation", Mark::OfRelay(1.0)),
-    ("cpu_ms_per_1k_at_1000rps", Mark::OfRelay(2.0)),
-    ("bulk_cpu_s_per_gb_1flow", Mark::OfRelay(2.5)),
-    ("bulk_cpu_s_per_gb_8flows", Mark::OfRelay(2.5)),
-    ("new_conn_cpu_ms_per_1k", Mark::OfRelay(1.2)),
-    ("short_conn_per_s", Mark::AtLeast(3000.0)),
-    ("rss_idle_mb", Mark::AtMost(20.0)),
-    ("rss_per_pod_kb", Mark::AtMost(50.0)),
-    ("rss_per_idle_conn_kb", Mark::AtMost(4.0)),
-    ("policy_verdict_ns_1000", Mark::AtMost(1000.0)),
-    ("policy_verdict_ns_10000", Mark::AtMost(2000.0)),
-    ("policies_10k_mb", Mark::AtMost(20.0)),
-    ("rate_with_20_policies_over_without", Mark::AtLeast(0.97)),
-    ("cold_identity_ms", Mark::Beside("ca_round_trip_ms", 20.0, 1.0)),
-    // What is measured twice differs by so much.
-    ("prefetched_first_connection_ms", Mark::Beside("warm_first_connection_ms", 0.0, 1.25)),
-];
 
 /// Path and name → unit and one value per round.
 #[derive(Debug, Default)]
@@ -73,11 +54,13 @@ pub struct Figures {
     values: BTreeMap<(&'static str, &'static str), (Unit, Vec<f64>)>,
     /// Names in the order of their first measurement.
     order: Vec<&'static str>,
+    /// What was agreed on in TLS: by path, name and count.
+    pub negotiated: BTreeMap<&'static str, Vec<(String, u64)>>,
 }
 
 impl Figures {
     pub fn add(&mut self, path: Path, name: &'static str, unit: Unit, value: f64) {
-        eprintln!("  {:<7} {name:<34} {} {}", path.name(), short(value), unit.name());
+        eprintln!("  {:<11} {name:<34} {} {}", path.name(), short(value), unit.name());
         self.put(path.name(), name, unit, value);
     }
 
@@ -85,7 +68,7 @@ impl Figures {
         self.values.is_empty()
     }
 
-    fn put(&mut self, path: &'static str, name: &'static str, unit: Unit, value: f64) {
+    pub fn put(&mut self, path: &'static str, name: &'static str, unit: Unit, value: f64) {
         if !self.order.contains(&name) {
             self.order.push(name);
         }
@@ -97,7 +80,7 @@ impl Figures {
         for (of, name) in
             [("p50_us_at_1000rps", "p50_added_us_at_1000rps"), ("p99_us_at_1000rps", "p99_added_us_at_1000rps")]
         {
-            for path in ["relay", "mesh"] {
+            for path in Path::ALL.map(Path::name).into_iter().filter(|path| *path != Path::Direct.name()) {
                 let (Some((_, direct)), Some((_, other))) =
                     (self.values.get(&("direct", of)), self.values.get(&(path, of)))
                 else {
@@ -109,33 +92,24 @@ impl Figures {
         }
     }
 
-    fn median_of(&self, path: &'static str, name: &'static str) -> Option<f64> {
-        self.values.get(&(path, name)).map(|(_, values)| median(values))
+    pub fn summary(&self, path: &str, name: &str) -> Option<Summary> {
+        let (_, (_, values)) = self.values.iter().find(|((p, n), _)| *p == path && *n == name)?;
+        let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+        let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        Some(Summary { median: median(values), min, max })
     }
 
-    /// The table, with the marks.
-    pub fn print(&self) {
-        println!("\n{}", machine_line());
-        println!(
-            "\n{:<34} {:>10} {:>10} {:>10} {:>8}  mark",
-            "median of the rounds", "direct", "relay", "mesh", "÷ relay"
-        );
-        for name in &self.order {
-            let cell = |path| self.median_of(path, name).map_or("–".to_owned(), short);
-            let ratio = self.median_of("mesh", name).zip(self.median_of("relay", name));
-            let ratio_text = ratio.map_or(String::new(), |(mesh, relay)| format!("{:.2}", mesh / relay));
-            println!(
-                "{:<34} {:>10} {:>10} {:>10} {ratio_text:>8}  {}",
-                self.titled(name),
-                cell("direct"),
-                cell("relay"),
-                cell("mesh"),
-                self.mark(name)
-            );
-        }
+    pub fn median_of(&self, path: &str, name: &str) -> Option<f64> {
+        self.summary(path, name).map(|summary| summary.median)
     }
 
-    fn titled(&self, name: &str) -> String {
+    /// The mesh's median over that of another path.
+    pub fn ratio(&self, name: &str, to: Path) -> Option<f64> {
+        let (mesh, other) = (self.median_of(Path::Mesh.name(), name)?, self.median_of(to.name(), name)?);
+        (other != 0.0).then_some(mesh / other)
+    }
+
+    pub fn titled(&self, name: &str) -> String {
         let unit = self.values.iter().find(|((_, n), _)| *n == name).map(|(_, (unit, _))| unit.name());
         match unit {
             None | Some("") => name.to_owned(),
@@ -143,33 +117,108 @@ impl Figures {
         }
     }
 
-    fn mark(&self, name: &'static str) -> String {
-        let Some((_, mark)) = MARKS.iter().find(|(n, _)| *n == name) else { return String::new() };
-        let Some(mesh) = self.median_of("mesh", name) else { return String::new() };
-        let (holds, text) = match mark {
-            Mark::OfRelay(times) => match self.median_of("relay", name) {
-                Some(relay) => (mesh <= relay * times, format!("≤ {times} × relay")),
-                None => return String::new(),
-            },
-            Mark::Beside(other, more, times) => match self.median_of("mesh", other) {
-                Some(value) => (mesh <= value * times + more, format!("≤ {times} × {other} + {more}")),
-                None => return String::new(),
-            },
-            Mark::AtMost(most) => (mesh <= *most, format!("≤ {most}")),
-            Mark::AtLeast(least) => (mesh >= *least, format!("≥ {least}")),
-        };
-        format!("{text} {}", if holds { "ok" } else { "MISSED" })
+    /// Both tables, for the terminal.
+    pub fn print(&self) {
+        println!("\n{}", machine::line());
+        for (path, agreed) in &self.negotiated {
+            println!("{path}: {}", negotiated_text(agreed));
+        }
+        print!("\n{}\n{}", self.mesh_table(), self.value_table());
+    }
+
+    /// The mesh over the others, and its marks.
+    fn mesh_table(&self) -> String {
+        let mut text = format!(
+            "{:<40} {:>9} {:>8} {:>8} {:>8}  mark\n",
+            "the mesh: ratios of medians", "mesh", "÷ relay", "÷ hbone", "÷ sidec."
+        );
+        for name in &self.order {
+            let Some(mesh) = self.median_of(Path::Mesh.name(), name) else { continue };
+            let ratio = |to| self.ratio(name, to).map_or(String::new(), |ratio| format!("{ratio:.2}"));
+            let (musts, aim) = judge(self, name);
+            let _ = writeln!(
+                text,
+                "{:<40} {:>9} {:>8} {:>8} {:>8}  {}",
+                self.titled(name),
+                short(mesh),
+                ratio(Path::Relay),
+                ratio(Path::HboneEnvoy),
+                ratio(Path::Sidecar),
+                marks_text(&musts, aim.as_ref())
+            );
+        }
+        text
+    }
+
+    /// What was measured: medians, with the spread where there was more than one round.
+    fn value_table(&self) -> String {
+        let paths = Path::ALL.map(Path::name);
+        let has = |path: &&str| self.values.keys().any(|(p, _)| p == path);
+        let paths: Vec<&str> = paths.into_iter().filter(has).collect();
+        let mut text = format!("{:<40}", "median (lowest–highest)");
+        paths.iter().for_each(|path| _ = write!(text, " {path:>22}"));
+        text.push('\n');
+        for name in &self.order {
+            let _ = write!(text, "{:<40}", self.titled(name));
+            for path in &paths {
+                let cell = self.summary(path, name).map_or("–".to_owned(), Summary::text);
+                let _ = write!(text, " {cell:>22}");
+            }
+            text.push('\n');
+        }
+        text
     }
 
     pub fn json(&self) -> Value {
         let mut paths = json!({});
-        for ((path, name), (unit, values)) in &self.values {
-            let min = values.iter().copied().fold(f64::INFINITY, f64::min);
-            let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            paths[path][name] = json!({ "median": median(values), "min": min, "max": max, "unit": unit.name() });
+        for ((path, name), (unit, _)) in &self.values {
+            let Some(Summary { median, min, max }) = self.summary(path, name) else { continue };
+            paths[path][name] = json!({ "median": median, "min": min, "max": max, "unit": unit.name() });
         }
-        json!({ "machine": machine(), "paths": paths })
+        let tls = |agreed: &Vec<(String, u64)>| agreed.iter().cloned().collect::<BTreeMap<String, u64>>();
+        let tls: BTreeMap<_, _> = self.negotiated.iter().map(|(path, agreed)| (*path, tls(agreed))).collect();
+        json!({ "machine": machine::machine(), "tls": tls, "paths": paths })
     }
+}
+
+impl Summary {
+    pub fn text(self) -> String {
+        let Self { median, min, max } = self;
+        if min == max { short(median) } else { format!("{} ({}–{})", short(median), short(min), short(max)) }
+    }
+}
+
+/// `≤ 0.8 × relay: met`, and so on.
+pub fn marks_text(musts: &[Judged], aim: Option<&Judged>) -> String {
+    let judged = |judged: &Judged| {
+        let verdict = match judged.met {
+            Some(true) => "met",
+            Some(false) => "MISSED",
+            None => "not measured",
+        };
+        format!("{} {verdict}", judged.mark)
+    };
+    let mut parts: Vec<String> = musts.iter().map(judged).collect();
+    parts.extend(aim.filter(|aim| aim.met == Some(true)).map(|aim| format!("aim {} met", aim.mark)));
+    parts.join("; ")
+}
+
+/// What the handshakes of Envoy agreed on.
+pub fn negotiated_text(agreed: &[(String, u64)]) -> String {
+    let of = |prefix: &str| {
+        let found = agreed.iter().filter_map(|(name, count)| Some(format!("{} ({count})", name.strip_prefix(prefix)?)));
+        found.collect::<Vec<_>>().join(", ")
+    };
+    let count = |name: &str| agreed.iter().filter(|(n, _)| n == name).map(|(_, count)| count).sum::<u64>();
+    format!(
+        "{}, {}, key exchange {}, signatures {}, {} of {} handshakes resumed",
+        of("versions."),
+        of("ciphers."),
+        of("curves."),
+        of("sigalgs."),
+        count("session_reused"),
+        count("handshake")
+    )
 }
 
 fn median(values: &[f64]) -> f64 {
@@ -180,9 +229,9 @@ fn median(values: &[f64]) -> f64 {
 }
 
 /// Three significant digits.
-fn short(value: f64) -> String {
+pub fn short(value: f64) -> String {
     let digits = match value.abs() {
-        v if v >= 100.0 => 0,
+        v if v >= 100.0 || v == 0.0 => 0,
         v if v >= 10.0 => 1,
         v if v >= 1.0 => 2,
         _ => 3,
@@ -190,48 +239,44 @@ fn short(value: f64) -> String {
     format!("{value:.digits$}")
 }
 
-fn machine() -> Value {
-    let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
-    let cpus = read("/proc/cpuinfo");
-    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
-    json!({
-        "cores": std::thread::available_parallelism().map_or(0, usize::from),
-        "cpu": model.trim_start_matches([' ', '\t', ':']),
-        "kernel": read("/proc/sys/kernel/osrelease"),
-        "tcp_congestion_control": read("/proc/sys/net/ipv4/tcp_congestion_control"),
-        "build": if cfg!(debug_assertions) { "debug" } else { "release" },
-    })
-}
-
-fn machine_line() -> String {
-    let machine = machine();
-    let text = |key: &str| machine[key].as_str().unwrap_or_default().to_owned();
-    format!(
-        "{} cores, {}, Linux {}, TCP {}, {} build",
-        machine["cores"],
-        text("cpu"),
-        text("kernel"),
-        text("tcp_congestion_control"),
-        text("build")
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn medians_and_marks() {
+    fn medians_spread_and_ratios() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0]), 2.5);
         let mut figures = Figures::default();
-        figures.put("relay", "cpu_ms_per_1k_saturation", Unit::CpuMs, 10.0);
-        figures.put("mesh", "cpu_ms_per_1k_saturation", Unit::CpuMs, 12.0);
-        assert!(figures.mark("cpu_ms_per_1k_saturation").ends_with("MISSED"));
-        figures.put("direct", "p50_us_at_1000rps", Unit::Us, 40.0);
-        figures.put("mesh", "p50_us_at_1000rps", Unit::Us, 140.0);
+        for value in [10.0, 14.0, 11.0] {
+            figures.put("relay", "rps_saturation", Unit::PerSecond, value);
+        }
+        figures.put("mesh", "rps_saturation", Unit::PerSecond, 22.0);
+        let expected = Summary { median: 11.0, min: 10.0, max: 14.0 };
+        assert_eq!(figures.summary("relay", "rps_saturation"), Some(expected));
+        assert_eq!(expected.text(), "11.0 (10.0–14.0)");
+        assert_eq!(figures.ratio("rps_saturation", Path::Relay), Some(2.0));
+        assert_eq!(figures.ratio("rps_saturation", Path::Sidecar), None);
+    }
+
+    #[test]
+    fn what_a_path_adds_is_taken_round_by_round() {
+        let mut figures = Figures::default();
+        for (direct, mesh) in [(40.0, 140.0), (90.0, 210.0), (50.0, 140.0)] {
+            figures.put("direct", "p50_us_at_1000rps", Unit::Us, direct);
+            figures.put("mesh", "p50_us_at_1000rps", Unit::Us, mesh);
+        }
         figures.derive();
         assert_eq!(figures.median_of("mesh", "p50_added_us_at_1000rps"), Some(100.0));
-        assert_eq!(figures.json()["paths"]["mesh"]["p50_added_us_at_1000rps"]["median"], 100.0);
+        assert_eq!(figures.json()["paths"]["mesh"]["p50_added_us_at_1000rps"]["max"], 120.0);
+    }
+
+    #[test]
+    fn what_was_agreed_on_is_told_in_a_line() {
+        let agreed =
+            [("versions.TLSv1.3", 4), ("ciphers.TLS_A", 4), ("curves.X", 4), ("session_reused", 1), ("handshake", 4)];
+        let agreed: Vec<(String, u64)> = agreed.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect();
+        let text = negotiated_text(&agreed);
+        assert_eq!(text, "TLSv1.3 (4), TLS_A (4), key exchange X (4), signatures , 1 of 4 handshakes resumed");
     }
 }

@@ -1,9 +1,12 @@
-//! `cargo xtask bench`: direct connections, two plain relays in the proxies' place, and the mesh, interleaved in one
-//! run, as a table and as JSON.
+//! `cargo xtask bench`: direct connections, two plain relays in the proxies' place, Envoy as sidecars and as HBONE pair,
+//! and the mesh, interleaved in one run, as a table and as JSON.
 
 mod figures;
 mod identity;
+mod machine;
+mod marks;
 mod measure;
+mod memory;
 mod paths;
 mod policy;
 
@@ -18,14 +21,14 @@ use paths::{Bench, Path};
 #[command(
     name = "cargo xtask bench",
     bin_name = "cargo xtask bench",
-    about = "Measures direct connections, two plain relays and the mesh"
+    about = "Measures direct connections, two plain relays, two sidecars, Envoy as HBONE pair, and the mesh"
 )]
 pub struct Cli {
     /// Write the figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Rounds; every figure is the median of its rounds
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 3, default_value_if("quick", "true", "2"), value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Shorter measurements: good for a look, not for a comparison
     #[arg(long)]
@@ -34,7 +37,7 @@ pub struct Cli {
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     only: Vec<String>,
     /// Only these ways from client to server
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "direct,relay,mesh")]
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "direct,relay,sidecar,hbone_envoy,mesh")]
     paths: Vec<Path>,
 }
 
@@ -71,13 +74,21 @@ fn main() -> ExitCode {
     policy::memory(&cli, &mut figures);
     let bench = cli.wants_others(&[&policy::NAMES[..], &identity::NAMES].concat()).then(|| Bench::set_up(&cli));
     if let Some(bench) = &bench {
-        measure::memory(bench, &cli, &mut figures);
+        memory::memory(bench, &cli, &mut figures);
     }
     for round in 0..cli.rounds {
         eprintln!("round {} of {}", round + 1, cli.rounds);
         policy::round(&cli, &mut figures);
         if let Some(bench) = &bench {
-            measure::round(bench, &cli, &mut figures);
+            measure::round(bench, &cli, round, &mut figures);
+        }
+    }
+    if let Some(bench) = &bench {
+        for path in [Path::Sidecar, Path::HboneEnvoy] {
+            let agreed = bench.negotiated(path);
+            if !agreed.is_empty() {
+                figures.negotiated.insert(path.name(), agreed);
+            }
         }
     }
     drop(bench);

@@ -1,0 +1,88 @@
+//! Memory of one proxy of each path, before anything else has made it grow: idle, per pod, per connection.
+
+use std::time::Duration;
+
+use testbed::load::{Job, REQUESTS_PORT};
+use testbed::{Pod, wait_for};
+
+use crate::Cli;
+use crate::figures::{Figures, Unit};
+use crate::paths::{Bench, Path};
+
+pub const MB: f64 = 1e6;
+const KB: f64 = 1e3;
+/// Steps up to the number that the figure is taken over.
+const PODS: [usize; 4] = [0, 25, 50, 100];
+const CONNECTIONS: [usize; 4] = [0, 250, 500, 1000];
+
+pub fn memory(bench: &Bench, cli: &Cli, figures: &mut Figures) {
+    if cli.wants(&["rss_idle_mb", "rss_per_pod_kb"]) {
+        for path in &bench.paths {
+            if let Some(idle) = at_rest(bench, *path) {
+                figures.add(*path, "rss_idle_mb", Unit::Mb, idle / MB);
+                if *path == Path::Sidecar {
+                    // Every pod has a whole one.
+                    figures.add(*path, "rss_per_pod_kb", Unit::Kb, idle / KB);
+                }
+            }
+        }
+    }
+    if bench.paths.contains(&Path::Mesh) {
+        bench.enrol();
+        if cli.wants(&["rss_per_pod_kb"]) {
+            pods(bench, figures);
+        }
+    }
+    if cli.wants(&["rss_per_idle_conn_kb"]) {
+        bench.paths.iter().for_each(|path| connections(bench, *path, figures));
+    }
+}
+
+fn pods(bench: &Bench, figures: &mut Figures) {
+    let start = |i| bench.tb.pod(&format!("mesh/extra-{i}")).service_account(&format!("extra-{i}")).start();
+    let mut pods: Vec<Pod> = Vec::new();
+    let mut points = Vec::new();
+    for count in PODS {
+        pods.extend((pods.len()..count).map(start));
+        bench.tb.mesh().wait_in_mesh(&pods.iter().collect::<Vec<_>>());
+        points.push((count, at_rest(bench, Path::Mesh).expect("the mesh has proxies")));
+    }
+    figures.add(Path::Mesh, "rss_per_pod_kb", Unit::Kb, per_one(&points) / KB);
+    pods.iter().for_each(Pod::delete);
+}
+
+fn connections(bench: &Bench, path: Path, figures: &mut Figures) {
+    let to = bench.to(path, REQUESTS_PORT);
+    let mut held = Vec::new();
+    let mut points: Vec<(usize, f64)> = Vec::new();
+    for count in CONNECTIONS {
+        let more = count - points.last().map_or(0, |(count, _)| *count);
+        if more > 0 {
+            held.push(bench.client(path).start_load(&Job::Idle { to, connections: more }));
+        }
+        let Some(memory) = at_rest(bench, path) else { return };
+        points.push((count, memory));
+    }
+    figures.add(path, "rss_per_idle_conn_kb", Unit::Kb, per_one(&points) / KB);
+}
+
+/// From the first to the last.
+fn per_one(points: &[(usize, f64)]) -> f64 {
+    let ((first, before), (last, after)) = (points[0], points[points.len() - 1]);
+    (after - before).max(0.0) / (last - first) as f64
+}
+
+/// Of the largest of the path's proxies, once it does not change any more; nothing where there is none.
+fn at_rest(bench: &Bench, path: Path) -> Option<f64> {
+    let proxies = bench.proxies(path);
+    // Which of the sides costs more is not the reader's concern.
+    let pss = || proxies.iter().map(|proxy| proxy.pss()).max().map(|bytes| bytes as f64);
+    let mut last = pss()?;
+    wait_for("the memory to come to rest", || {
+        std::thread::sleep(Duration::from_millis(500));
+        let now = pss()?;
+        let quiet = (now - last).abs() < 64e3;
+        last = now;
+        quiet.then_some(Some(now))
+    })
+}

@@ -206,7 +206,11 @@ impl Peer {
             peer.mode = spec.get("mtls").map_or(Mode::Unset, |mtls| mode(&mtls, &mut out));
             for (key, value) in spec.get("portLevelMtls").map(|ports| ports.entries(&mut out)).unwrap_or_default() {
                 match values::port(key).map(u16::try_from) {
-                    Ok(Ok(port)) => drop(peer.ports.insert(port, mode(&value, &mut out))),
+                    Ok(Ok(port)) => {
+                        if peer.ports.insert(port, mode(&value, &mut out)).is_some() {
+                            out.invalid(&value.path, format!("port {port} is given twice"));
+                        }
+                    }
                     _ => out.invalid(&value.path, format!("{key:?}: expected a port from 1 to 65535")),
                 }
             }

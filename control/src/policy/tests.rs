@@ -670,6 +670,10 @@ fn a_peer_authentication_that_is_not_understood_makes_strict_wherever_it_would_a
         (json!({"mode": "STRICT"}), "spec.mode"),
         (of_app("cart", None, json!({"http": mtls_of("PERMISSIVE")})), "spec.portLevelMtls.http"),
         (of_app("cart", None, json!({"80": mtls_of("x")})), "spec.portLevelMtls[\"80\"].mode"),
+        (
+            of_app("cart", None, json!({"080": mtls_of("STRICT"), "80": mtls_of("PERMISSIVE")})),
+            "spec.portLevelMtls[\"80\"]",
+        ),
         (of_app("cart", None, json!([])), "spec.portLevelMtls"),
         (json!({"selector": {"labels": {"app": "other"}}}), "spec.selector.labels"),
     ] {

@@ -13,7 +13,8 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::DEFAULT_NAMESPACE;
-use super::locate::FieldPath;
+use super::fields::Fields;
+use super::locate::{self, FieldPath};
 use super::objects::{ObjectKey, ObjectName};
 use super::security::{self, SecurityKind, SecurityPolicy, is_name};
 use super::status::{PodStatus, is_uid};
@@ -157,7 +158,7 @@ struct HeaderMeta {
 #[derive(Deserialize)]
 struct List {
     #[serde(default)]
-    items: Vec<serde_json::Value>,
+    items: Vec<Fields>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -172,13 +173,10 @@ enum Kind {
 }
 
 impl Text<'_> {
-    /// As fields. A field that is given twice is an error in YAML, since the two may well contradict each other.
-    fn fields(&self) -> Result<serde_json::Value, Fault> {
-        if self.format == Format::Json {
-            return self.parse();
-        }
-        let value: serde_yaml_ng::Value = self.parse()?;
-        serde_json::to_value(value).map_err(|e| fault(Some(self.line), e.to_string()))
+    /// The line of the file at which a part of the document stands.
+    fn line_of(&self, part: &FieldPath) -> usize {
+        let json = self.format == Format::Json;
+        locate::line(self.text, json, part).map_or(self.line, |line| self.line + line - 1)
     }
 
     fn parse<T: DeserializeOwned>(&self) -> Result<T, Fault> {
@@ -221,7 +219,7 @@ fn read_manifest(text: &Text<'_>, document: &mut Document) {
     };
     if is_list(&header) {
         match text.parse::<List>() {
-            Ok(list) => list.items.into_iter().for_each(|item| read_item(item, &header, text.line, document)),
+            Ok(list) => list.items.into_iter().enumerate().for_each(|item| read_item(item, &header, text, document)),
             Err(fault) => document.faults.push(fault),
         }
         return;
@@ -238,8 +236,9 @@ fn read_manifest(text: &Text<'_>, document: &mut Document) {
         Kind::ServiceAccount => text.parse().map(|o| Object::ServiceAccount(Arc::new(service_account(o)))),
         Kind::Service => text.parse().map(|o| Object::Service(Arc::new(service(o)))),
         Kind::EndpointSlice => text.parse().map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
-        Kind::Security(kind) => text.fields().and_then(|fields| {
-            let policy = SecurityPolicy::from_fields(fields).map_err(|reason| fault(Some(text.line), reason))?;
+        Kind::Security(kind) => text.parse::<Fields>().and_then(|fields| {
+            let policy = SecurityPolicy::from_fields(fields);
+            let policy = policy.map_err(|(path, reason)| fault(Some(text.line_of(&path)), reason))?;
             Ok(Object::policy(kind, security_policy(policy)))
         }),
     };
@@ -249,35 +248,40 @@ fn read_manifest(text: &Text<'_>, document: &mut Document) {
     }
 }
 
-fn read_item(item: serde_json::Value, list: &Header, line: usize, document: &mut Document) {
-    let header = match header_of_item(&item, list) {
+fn read_item((index, item): (usize, Fields), list: &Header, text: &Text<'_>, document: &mut Document) {
+    let header = match header_of_item(&item.value, list) {
         Ok(header) => header,
-        Err(e) => return document.faults.push(fault(Some(line), format!("an item of the list: {e}"))),
+        Err(e) => return document.faults.push(fault(Some(text.line), format!("an item of the list: {e}"))),
     };
-    let known = match recognise(&header, line) {
+    let known = match recognise(&header, text.line) {
         Ok(Some(known)) => known,
         Ok(None) => return,
         Err(fault) => return document.faults.push(fault),
     };
     let typed = match known.0 {
-        Kind::Namespace => serde_json::from_value(item).map(|o| Object::Namespace(Arc::new(o))),
-        Kind::Node => serde_json::from_value(item).map(|o| Object::Node(Arc::new(o))),
-        Kind::Pod => serde_json::from_value(item).map(|o| Object::Pod(Arc::new(pod(o)))),
+        Kind::Namespace => serde_json::from_value(item.value).map(|o| Object::Namespace(Arc::new(o))),
+        Kind::Node => serde_json::from_value(item.value).map(|o| Object::Node(Arc::new(o))),
+        Kind::Pod => serde_json::from_value(item.value).map(|o| Object::Pod(Arc::new(pod(o)))),
         Kind::ServiceAccount => {
-            serde_json::from_value(item).map(|o| Object::ServiceAccount(Arc::new(service_account(o))))
+            serde_json::from_value(item.value).map(|o| Object::ServiceAccount(Arc::new(service_account(o))))
         }
-        Kind::Service => serde_json::from_value(item).map(|o| Object::Service(Arc::new(service(o)))),
-        Kind::EndpointSlice => serde_json::from_value(item).map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
-        Kind::Security(kind) => {
-            let policy = SecurityPolicy::from_fields(item).map_err(serde::de::Error::custom);
-            policy.map(|policy| Object::policy(kind, security_policy(policy)))
+        Kind::Service => serde_json::from_value(item.value).map(|o| Object::Service(Arc::new(service(o)))),
+        Kind::EndpointSlice => {
+            serde_json::from_value(item.value).map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o))))
         }
+        Kind::Security(kind) => match SecurityPolicy::from_fields(item) {
+            Ok(policy) => Ok(Object::policy(kind, security_policy(policy))),
+            Err((path, reason)) => {
+                let line = text.line_of(&FieldPath::default().field("items").item(index).then(&path));
+                return document.faults.push(Fault { object: Some(known.1), ..fault(Some(line), reason) });
+            }
+        },
     };
     match typed {
         Ok(object) => document.objects.push((known.1, object)),
         Err(e) => {
             let reason = format!("an item of the list: {e}");
-            document.faults.push(Fault { object: Some(known.1), ..fault(Some(line), reason) });
+            document.faults.push(Fault { object: Some(known.1), ..fault(Some(text.line), reason) });
         }
     }
 }
@@ -306,6 +310,12 @@ fn recognise(header: &Header, line: usize) -> Result<Option<(Kind, ObjectKey)>, 
         ("discovery.k8s.io/v1", "EndpointSlice") => Kind::EndpointSlice,
         _ => match security_kind(api_version, kind_name) {
             Some(kind) => Kind::Security(kind),
+            None if security::is_slip(api_version, kind_name) => {
+                let known = SecurityKind::ALL.map(SecurityKind::name).join(" and ");
+                let reason =
+                    format!("no kind of {} is called {kind_name:?}; {known} are read here", SecurityKind::GROUP);
+                return Err(fault(Some(line), reason));
+            }
             None => {
                 tell_once(api_version, kind_name);
                 return Ok(None);
@@ -412,7 +422,7 @@ pub(super) fn way_to(text: &str, json: bool, key: &ObjectKey, part: &FieldPath) 
         let list = text.parse::<Header>().ok().filter(is_list)?;
         let items = text.parse::<List>().ok()?.items;
         items.into_iter().position(|item| {
-            let known = header_of_item(&item, &list).ok().and_then(|header| recognise(&header, 1).ok()?);
+            let known = header_of_item(&item.value, &list).ok().and_then(|header| recognise(&header, 1).ok()?);
             known.is_some_and(|(_, found)| found == *key)
         })
     };

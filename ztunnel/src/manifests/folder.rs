@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::document::{self, Document, Fault, Format, Object};
 use super::objects::{ObjectKey, Problem};
-use super::security::{SecurityKind, SecurityPolicy};
+use super::security::{self, SecurityKind, SecurityPolicy};
 
 /// The state of a folder's files.
 #[derive(Debug)]
@@ -251,15 +251,20 @@ impl Folder {
         None
     }
 
-    /// The file cannot be used at all: what it gave before stays.
+    /// The file cannot be used at all: what it gave before stays, and if there are no policies in that, something stands
+    /// for those that it seems to hold.
     fn refuse(&mut self, name: Arc<str>, signature: Option<Signature>, fault: Fault) -> Option<FileChange> {
         self.waiting.remove(&name);
         let state = self.files.entry(name.clone()).or_default();
+        let before = state.keys();
         state.read = signature;
         state.kept = state.take_objects();
+        if !state.kept.iter().any(|(key, _)| SecurityKind::of(key).is_some()) {
+            state.kept.extend(stand_ins(&fault));
+        }
         (state.documents, state.fault) = (Vec::new(), Some(fault));
         self.note(&name);
-        None
+        self.change(name, before)
     }
 
     /// The file is not there: believed after a moment, so that an editor's way of saving deletes nothing. A status is
@@ -331,15 +336,21 @@ fn kept(documents: &[Document], earlier: Vec<(ObjectKey, Object)>) -> Vec<(Objec
     let mut kept: Vec<_> = earlier.into_iter().filter(stays).collect();
     let was_policy = kept.iter().any(|(key, _)| SecurityKind::of(key).is_some());
     for fault in faults.into_iter().filter(|f| f.object.is_some() || !was_policy) {
-        for (kind, name) in fault.policies.iter().filter_map(SecurityKind::of) {
-            let key = kind.key(name.clone());
+        for (key, object) in stand_ins(fault) {
             if !given.contains(&key) && !kept.iter().any(|(held, _)| *held == key) {
-                let policy = SecurityPolicy::stand_in(name, &fault.reason);
-                kept.push((key, Object::policy(kind, policy)));
+                kept.push((key, object));
             }
         }
     }
     kept
+}
+
+/// What stands for the policies that a fault hides.
+fn stand_ins(fault: &Fault) -> impl Iterator<Item = (ObjectKey, Object)> {
+    fault.policies.iter().filter_map(SecurityKind::of).map(|(kind, name)| {
+        let policy = SecurityPolicy::stand_in(name, &fault.reason);
+        (kind.key(name.clone()), Object::policy(kind, policy))
+    })
 }
 
 impl Signature {
@@ -396,7 +407,10 @@ fn read_file(path: &Path) -> Result<(String, Signature, bool), ReadError> {
         Err(e) => {
             let good = &e.as_bytes()[..e.utf8_error().valid_up_to()];
             let line = 1 + good.iter().filter(|b| **b == b'\n').count();
-            Err(ReadError::Unusable(Fault { line: Some(line), ..fault("is not UTF-8 text".into()) }))
+            // In UTF-16 every other byte of most texts is zero.
+            let text = String::from_utf8_lossy(e.as_bytes()).replace('\0', "");
+            let policies = security::stand_ins(&text, &path.to_string_lossy(), line);
+            Err(ReadError::Unusable(Fault { line: Some(line), policies, ..fault("is not UTF-8 text".into()) }))
         }
     }
 }

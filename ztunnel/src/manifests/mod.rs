@@ -6,6 +6,7 @@
 //! Must never let a broken, half-written or vanishing file take away what was good before.
 
 mod document;
+mod fields;
 mod files;
 mod folder;
 mod locate;

@@ -10,6 +10,8 @@ use std::sync::Arc;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::Value;
 
+use super::fields::Fields;
+use super::locate::FieldPath;
 use super::objects::{ObjectKey, ObjectName};
 
 /// A PeerAuthentication or an AuthorizationPolicy.
@@ -38,10 +40,23 @@ impl SecurityPolicy {
         Self { metadata, spec: Err(reason.into()) }
     }
 
-    /// The object as its fields, `metadata` and `spec` among them.
-    pub(super) fn from_fields(mut fields: Value) -> Result<Self, String> {
-        let mut field = |name: &str| fields.get_mut(name).map(Value::take).unwrap_or_default();
-        let metadata = serde_json::from_value(field("metadata")).map_err(|e| format!("metadata: {e}"))?;
+    /// The object as its fields, `metadata` and `spec` among them; or what is wrong, and where.
+    pub(super) fn from_fields(fields: Fields) -> Result<Self, (FieldPath, String)> {
+        let Fields { mut value, twice } = fields;
+        if let Some(path) = twice {
+            let reason = format!("{path} is given twice");
+            return Err((path, reason));
+        }
+        let unknown =
+            value.as_object().into_iter().flat_map(|o| o.keys()).find(|name| !FIELDS.contains(&name.as_str()));
+        if let Some(name) = unknown {
+            let path = FieldPath::default().field(name);
+            let reason = format!("{path} is not known, expected one of {}", FIELDS.join(", "));
+            return Err((path, reason));
+        }
+        let mut field = |name: &str| value.get_mut(name).map(Value::take).unwrap_or_default();
+        let metadata = serde_json::from_value(field("metadata"));
+        let metadata = metadata.map_err(|e| (FieldPath::default().field("metadata"), format!("metadata: {e}")))?;
         Ok(Self { metadata, spec: Ok(field("spec")) })
     }
 }
@@ -89,7 +104,7 @@ pub(super) fn stand_ins(text: &str, file: &str, line: usize) -> Vec<ObjectKey> {
     let kinds = values(text, "kind");
     let mut keys = Vec::new();
     for kind in SecurityKind::ALL {
-        let count = kinds.iter().filter(|k| **k == kind.name()).count();
+        let count = kinds.iter().filter(|k| k.eq_ignore_ascii_case(kind.name())).count();
         if count == 0 {
             continue;
         }
@@ -106,6 +121,12 @@ pub(super) fn stand_ins(text: &str, file: &str, line: usize) -> Vec<ObjectKey> {
         keys.extend(namespaces.into_iter().map(|namespace| kind.key(ObjectName::new(namespace, &name))));
     }
     keys
+}
+
+/// Whether a kind that is not read here is none at all: of the group, and not one of those that waypoints read.
+pub(super) fn is_slip(api_version: &str, kind: &str) -> bool {
+    let kind = kind.strip_suffix("List").unwrap_or(kind);
+    api_version.split('/').next() == Some(SecurityKind::GROUP) && kind != "RequestAuthentication"
 }
 
 /// Whether a text can be the name of an object.
@@ -131,3 +152,6 @@ fn values<'a>(text: &'a str, field: &str) -> Vec<&'a str> {
     }
     found
 }
+
+/// What an object can have at its top.
+const FIELDS: [&str; 5] = ["apiVersion", "kind", "metadata", "spec", "status"];

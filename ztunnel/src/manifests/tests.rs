@@ -319,6 +319,29 @@ fn a_policy_that_cannot_be_read_has_a_stand_in_unless_an_earlier_version_stays()
         ),
         ("name.yaml", policy("AuthorizationPolicy", "v1", "Not_A_Name"), "shop/unreadable_"),
         ("none.yaml", "kind: AuthorizationPolicy\nmetadata: {namespace: yard}\n".into(), "yard/unreadable_"),
+        ("case.yaml", policy("authorizationpolicy", "v1", "case"), "shop/case"),
+        ("top.yaml", policy("AuthorizationPolicy", "v1", "top").replace("spec:", "Spec:"), "shop/top"),
+        (
+            "number.yaml",
+            policy("AuthorizationPolicy", "v1", "number").replace("x: 1", "x: {8080: a, '8080': b}"),
+            "shop/number",
+        ),
+        (
+            "list.yaml",
+            format!(
+                "apiVersion: v1\nkind: List\nitems:\n- {}",
+                policy("AuthorizationPolicy", "v1", "item").replace("---\n", "").replace('\n', "\n  ") + "x: 2\n"
+            )
+            .replace("\n  x: 2", "\n    x: 2"),
+            "shop/item",
+        ),
+        (
+            "twice.json",
+            r#"{"apiVersion": "security.istio.io/v1", "kind": "AuthorizationPolicy", "metadata": {"name": "twice"},
+                "spec": {"action": "DENY", "rules": [{}], "action": "ALLOW"}}"#
+                .into(),
+            "default/twice",
+        ),
         ("json.json", r#"{"kind": "AuthorizationPolicy", "metadata": {"name": "json", "#.into(), "default/json"),
         ("pod.yaml", pod("a", "10.0.0.1") + "  - {", ""),
     ];
@@ -352,6 +375,40 @@ fn a_policy_that_cannot_be_read_has_a_stand_in_unless_an_earlier_version_stays()
         dir.put(file, "kind: AuthorizationPolicy\n  spec: [");
         wait(&mut objects, |o| good(o) && !o.problems().is_empty());
     }
+}
+
+#[test]
+fn for_the_policies_of_a_file_that_is_no_utf_8_something_stands() {
+    let dir = Dir::new();
+    let text = policy("AuthorizationPolicy", "v1", "a") + "  # caf";
+    fs::write(dir.path("latin.yaml"), [text.as_bytes(), b"\xe9\n"].concat()).unwrap();
+    let wide: Vec<u8> = text.replace("name: a", "name: b").encode_utf16().flat_map(u16::to_le_bytes).collect();
+    fs::write(dir.path("wide.yaml"), [b"\xff\xfe", &*wide].concat()).unwrap();
+    let (_watch, mut objects) = dir.watch();
+    let now = objects.borrow_and_update().clone();
+    assert_eq!(now.problems().len(), 2);
+    let stand_ins = |o: &Objects| o.authorization_policies.values().filter(|p| p.spec.is_err()).count();
+    assert_eq!((now.authorization_policies.len(), stand_ins(&now)), (2, 2));
+    assert!(now.authorization_policies.contains_key(&ObjectName::new("shop", "a")));
+    dir.put("latin.yaml", &text);
+    wait(&mut objects, |o| stand_ins(o) == 1 && o.authorization_policies.len() == 2);
+    // What was good stays, whatever becomes of its file.
+    fs::write(dir.path("latin.yaml"), b"kind: AuthorizationPolicy\n\xe9").unwrap();
+    wait(&mut objects, |o| o.problems().len() == 2 && stand_ins(o) == 1 && o.authorization_policies.len() == 2);
+    fs::remove_file(dir.path("wide.yaml")).unwrap();
+    wait(&mut objects, |o| stand_ins(o) == 0 && o.authorization_policies.len() == 1);
+}
+
+#[test]
+fn a_kind_of_the_policies_group_that_is_none_is_named() {
+    let dir = Dir::new();
+    let kinds = ["AuthorizationPolicies", "PeerAuthentications", "RequestAuthentication"];
+    dir.put("kinds.yaml", &kinds.map(|kind| policy(kind, "v1", "a")).concat());
+    let (_watch, objects) = dir.watch();
+    let now = objects.borrow().clone();
+    let reasons: Vec<_> = now.problems().iter().map(|p| &p.reason).collect();
+    assert_eq!(reasons.len(), 2, "{reasons:?}");
+    assert!(reasons.iter().all(|reason| reason.contains("PeerAuthentication and AuthorizationPolicy")), "{reasons:?}");
 }
 
 #[test]

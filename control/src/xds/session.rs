@@ -180,7 +180,7 @@ impl Session {
             }
         };
         match answer {
-            Some(answer) => self.send_all(proxy, set, answer).await,
+            Some(answer) => self.send_all(proxy, set, answer, false).await,
             None => Ok(()),
         }
     }
@@ -192,10 +192,11 @@ impl Session {
         newer: &Snapshot,
     ) -> Result<(), End> {
         let answers = subscriptions.iter_mut().filter_map(|(set, s)| Some((*set, s.push(newer)?))).collect();
-        let mut told = false;
-        for (set, answer) in in_order(answers) {
-            told = true;
-            self.send_all(proxy, set, answer).await?;
+        let mut rest = in_order(answers).into_iter().peekable();
+        let told = rest.peek().is_some();
+        while let Some((set, answer)) = rest.next() {
+            // What belongs together takes effect together: only the last message ends it.
+            self.send_all(proxy, set, answer, rest.peek().is_some()).await?;
         }
         if let (true, Some(published)) = (told, newer.published) {
             self.metrics.pushed(published.elapsed());
@@ -208,8 +209,9 @@ impl Session {
         self.respond(proxy, ROOTS, BUNDLE.to_owned(), vec![resource], Vec::new(), false).await
     }
 
-    /// Sends an answer in messages of bounded size, each made only when there is room for it; removals go last.
-    async fn send_all(&mut self, proxy: &Proxy, set: Set, answer: Answer) -> Result<(), End> {
+    /// Sends an answer in messages of bounded size, each made only when there is room for it; removals go last. `more`:
+    /// what follows belongs to it.
+    async fn send_all(&mut self, proxy: &Proxy, set: Set, answer: Answer, more: bool) -> Result<(), End> {
         let url = || set.type_url().to_owned();
         let Answer { resources, narrowed, removed, aliases } = answer;
         let (mut part, mut size) = (Vec::new(), 0);
@@ -227,7 +229,7 @@ impl Session {
             let some = removed.split_off(removed.len() - MAX_REMOVED);
             self.respond(proxy, set.label(), url(), std::mem::take(&mut part), some, true).await?;
         }
-        self.respond(proxy, set.label(), url(), part, removed, false).await
+        self.respond(proxy, set.label(), url(), part, removed, more).await
     }
 
     async fn respond(
@@ -252,7 +254,7 @@ impl Session {
         };
         self.metrics.response(kind, resources.len());
         permit.send(Ok(DeltaDiscoveryResponse {
-            // Free text on the wire; ours tells whether the answer goes on in the next message.
+            // Free text on the wire; ours tells whether the next message belongs to this one.
             system_version_info: if more { MORE.to_owned() } else { String::new() },
             resources,
             type_url,

@@ -39,7 +39,7 @@ struct Session<'a> {
     opened: Instant,
     /// The types that have had their first answer.
     answered: Vec<Kind>,
-    /// First answers that wait for those of the other types, and how many bytes they are.
+    /// Responses that wait for what belongs to them, and how many bytes they are.
     early: Vec<(Kind, DeltaDiscoveryResponse)>,
     early_bytes: u64,
     /// A stream older than this is opened anew, so that nothing can stay wrong for ever.
@@ -180,12 +180,13 @@ impl Session<'_> {
             tracing::info!("the control plane says that every address is gone: asking again on a new stream");
             return Err(End::planned(Termination::Reconnect));
         }
+        let goes_on = messages::goes_on(&response);
         self.early.push((kind, response));
         self.early_bytes += bytes;
-        // What is held from before is changed by the first answers on records and policies at once: a policy that
-        // applies to others than before would apply to nobody between the two.
+        // What is held from before is changed by the first answers on records and policies at once, and by all parts of a
+        // later change: between them a policy could apply to nobody, or neither of two that take each other's place.
         let is_again = self.discovery.mesh.load().policies().is_complete();
-        if is_again && !self.missing().is_empty() && self.early_bytes <= MAX_EARLY {
+        if is_again && (goes_on || !self.missing().is_empty()) && self.early_bytes <= MAX_EARLY {
             return Ok(());
         }
         self.early_bytes = 0;
@@ -338,7 +339,7 @@ const RECYCLING: [&str; 4] = ["goaway", "go away", "transport is closing", "no e
 const REPROACHES: [&str; 2] = ["too_many_pings", "calm"];
 /// Bytes of one message; a mesh of 100,000 workloads is some 20 MB.
 const MAX_MESSAGE: usize = 200 << 20;
-/// Bytes of first answers that wait for the others; more are applied as they come.
+/// Bytes of responses that wait for what belongs to them; more are applied as they come.
 const MAX_EARLY: u64 = 16 << 20;
 /// Requests that may wait for the server.
 const REQUESTS: usize = 1024;

@@ -59,7 +59,7 @@ pub fn answer(response: &DeltaDiscoveryResponse, refused: &[(String, String)]) -
     }
 }
 
-/// Whether the answer that this response belongs to goes on in the next one.
+/// Whether what this response belongs to goes on in the next one.
 pub fn goes_on(response: &DeltaDiscoveryResponse) -> bool {
     response.system_version_info == MORE
 }
@@ -112,7 +112,7 @@ fn proto_value(from: &serde_json::Value) -> Value {
 }
 
 /// `system_version_info`, free text on the wire, of a response of our own control plane that is not the last of its
-/// answer.
+/// answer, or of those that follow from one change.
 pub const MORE: &str = "more";
 /// From 1.29 on istiod sends dry-run policies.
 const ISTIO_VERSION: &str = "1.29.0";

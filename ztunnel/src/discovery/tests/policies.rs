@@ -159,3 +159,24 @@ async fn a_part_of_the_first_answer_decides_nothing() {
     assert_eq!(result(&mesh), "not_allowed");
     assert!(discovery.is_synced());
 }
+
+/// One policy takes the place of another, and the control plane needs several messages to say so.
+#[tokio::test]
+async fn a_change_in_several_messages_takes_effect_at_once() {
+    let mut server = Server::start().await;
+    let (_discovery, mesh) = start(&server, settings());
+    let mut stream = open(&mut server).await;
+    stream.answer(vec![local_pod(&[])], vec![authorization("p").of_namespace()]).await;
+    assert_eq!(result(&mesh), "not_allowed");
+    stream.send_part(Kind::Authorization, vec![], &["shop/p"], true).await;
+    stream.send_part(Kind::Address, vec![local_pod(&["shop/q"])], &[], true).await;
+    assert!(stream.is_silent().await, "the change goes on");
+    assert_eq!(result(&mesh), "not_allowed");
+    stream.send(Kind::Authorization, vec![authorization("q").selected()], &[]).await;
+    for _ in 0..3 {
+        assert_eq!(stream.request().await.error_detail, None);
+    }
+    assert_eq!(result(&mesh), "not_allowed");
+    let held = mesh.load();
+    assert!(held.policies().get("shop/p").is_none() && held.policies().get("shop/q").is_some());
+}

@@ -1,17 +1,21 @@
 //! Connections that are open when policies change, and those that are older than their pod's place in the mesh.
 
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use testbed::{Behaviour, End, NodeMesh, Place, Shop, StreamExt, wait_for};
+use testbed::{Behaviour, DATAPLANE_MODE, End, NodeMesh, Place, Shop, StreamExt, wait_for};
 
 /// A manifest of `security.istio.io` in the namespace `shop`.
 fn put(shop: &Shop, kind: &str, name: &str, spec: &str) {
-    let text = format!(
+    shop.tb.put_manifest(&format!("{name}.yaml"), &manifest(kind, name, spec));
+}
+
+fn manifest(kind: &str, name: &str, spec: &str) -> String {
+    format!(
         "apiVersion: security.istio.io/v1\nkind: {kind}\nmetadata: {{name: {name}, namespace: shop}}\nspec: {spec}\n"
-    );
-    shop.tb.put_manifest(&format!("{name}.yaml"), &text);
+    )
 }
 
 fn deny(shop: &Shop, name: &str, rule: &str) {
@@ -145,6 +149,42 @@ fn connections_older_than_enrolment_go_on_until_strict_forbids_them() {
     node.proxy.wait_log(&["ended a connection that is older than the pod's place in the mesh", "peer=", "reason="]);
 }
 
+/// They are as old as any other for the mesh that the pod comes back to.
+#[test]
+fn connections_from_a_time_out_of_the_mesh_are_judged_when_the_pod_comes_back() {
+    let shop = Shop::in_mesh();
+    let plain = shop.tb.pod("legacy/plain").start();
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    put(&shop, "PeerAuthentication", "strict", "{mtls: {mode: STRICT}}");
+    wait_policy(shop.mesh().node(1), "istio_converted_static_strict");
+    let in_the_clear = || {
+        wait_for("connections to pass in the clear", || {
+            let mut stream = plain.connect(shop.far.at(8080)).ok()?;
+            stream.write_all(b"x").and_then(|()| stream.read_exact(&mut [0])).ok().map(|()| stream)
+        })
+    };
+    let label = |mode| shop.far.set_label(DATAPLANE_MODE, mode);
+    // It has left altogether.
+    label(Some("none"));
+    shop.mesh().wait_out_of_mesh(&[&shop.far]);
+    let mut older = [in_the_clear(), open(&plain, shop.far.at6(8080)), open(&shop.client, shop.far_service.at(80))];
+    label(None);
+    for stream in &mut older {
+        assert_eq!(stream.time_to_end().0, End::Reset);
+    }
+    shop.mesh().wait_in_mesh(&[&shop.far]);
+    // It waits for a connection to end when its agent ends; the next one finds it wanted again.
+    let mut meshed = open(&shop.client, shop.far_service.at(80));
+    label(Some("none"));
+    let mut older = in_the_clear();
+    let node = shop.mesh().node(1);
+    node.agent.kill9();
+    label(None);
+    shop.mesh().start_agent(node);
+    assert_eq!(older.time_to_end().0, End::Reset);
+    meshed.ask(b"has outlived it");
+}
+
 /// Whatever order changes arrive in, there is no moment at which the client may pass: at each, some policy denies it.
 #[test]
 fn a_thousand_changes_a_second_never_let_pass_what_each_of_them_forbids() {
@@ -156,7 +196,16 @@ fn a_thousand_changes_a_second_never_let_pass_what_each_of_them_forbids() {
         "{rules: [{from: [{source: {principals: ['*/sa/near']}}]}]}",
         "{selector: {matchLabels: {app: far}}, rules: [{from: [{source: {serviceAccounts: [near]}}]}]}",
     ];
-    let guard = |round: usize| put(&shop, "AuthorizationPolicy", "guard", forms[round % forms.len()]);
+    let idle = "{action: DENY, rules: [{to: [{operation: {ports: ['9999']}}]}]}";
+    let selected = forms[0].replacen('{', "{selector: {matchLabels: {app: far}}, ", 1);
+    // In the last form another policy of the same file stands in its place.
+    let guard = |round: usize| {
+        let forms = forms.iter().map(|form| [form, idle]).chain([[idle, &selected]]);
+        let [guard, relief] = forms.cycle().nth(round % 5).expect("endless");
+        let texts =
+            [("guard", guard), ("relief", relief)].map(|(name, spec)| manifest("AuthorizationPolicy", name, spec));
+        shop.tb.put_manifest("guard.yaml", &texts.join("---\n"));
+    };
     guard(0);
     wait_policy(shop.mesh().node(1), "guard");
     let (stop, tries, passed) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
@@ -168,7 +217,6 @@ fn a_thousand_changes_a_second_never_let_pass_what_each_of_them_forbids() {
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     if let Ok(mut stream) = client.connect(to) {
-                        use std::io::{Read, Write};
                         let asked = stream.write_all(b"let me in").and_then(|()| stream.read_exact(&mut [0]));
                         passed.fetch_add(usize::from(asked.is_ok()), Ordering::Relaxed);
                     }

@@ -74,6 +74,9 @@ struct Proxy {
     session: Session,
     /// Pods that it has taken.
     taken: Mutex<HashSet<String>>,
+    /// Those of them that it took from an earlier agent, and gave the sockets of back. That one may have begun to drain
+    /// them.
+    returned: Mutex<HashSet<String>>,
     /// Deletes that it did not answer.
     owed: Mutex<HashSet<String>>,
     /// It has the maps, without which it could not serve a pod.
@@ -154,7 +157,7 @@ impl Proxies {
     /// Gives the pod to the newest proxy.
     pub async fn add(&self, uid: &str) -> Result<(), OfferError> {
         let proxy = self.newest().ok_or(OfferError::NoProxy)?;
-        if lock(&proxy.taken).contains(uid) {
+        if lock(&proxy.taken).contains(uid) && !lock(&proxy.returned).contains(uid) {
             return Ok(());
         }
         let offer = match self.lock().offers.get(uid) {
@@ -173,6 +176,7 @@ impl Proxies {
     pub async fn delete(&self, uid: &str) {
         for proxy in self.all() {
             lock(&proxy.taken).remove(uid);
+            lock(&proxy.returned).remove(uid);
             if let Err(error) = proxy.request(Request::Delete { uid: uid.to_owned() }).await {
                 debug!(uid, %error, session = %proxy.session.id(), "the proxy has not confirmed the pod's removal");
                 lock(&proxy.owed).insert(uid.to_owned());
@@ -206,8 +210,9 @@ impl Proxies {
         for proxy in self.all().into_iter().rev() {
             match proxy.request(Request::ReturnListeners { uid: uid.to_owned() }).await {
                 Ok(response) if response.listeners.is_some() => {
-                    // It serves the pod: to give it again would be no news, and undo a drain that is under way.
+                    // It serves the pod: only who wants the pod in the mesh gives it again, for that undoes a drain.
                     lock(&proxy.taken).insert(uid.to_owned());
+                    lock(&proxy.returned).insert(uid.to_owned());
                     return response.listeners;
                 }
                 Ok(_) | Err(RequestError::NoExtension) => {}
@@ -258,6 +263,7 @@ impl Proxies {
         let proxy = Arc::new(Proxy {
             session: session.clone(),
             taken: Mutex::default(),
+            returned: Mutex::default(),
             owed: Mutex::default(),
             usable: AtomicBool::new(false),
             silent: AtomicBool::new(false),
@@ -398,6 +404,7 @@ impl Proxy {
         };
         self.request(Request::Add { pod: offer.info.clone(), netns, listeners }).await?;
         lock(&self.taken).insert(offer.info.uid.clone());
+        lock(&self.returned).remove(&offer.info.uid);
         Ok(())
     }
 

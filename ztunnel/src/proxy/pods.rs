@@ -1,7 +1,7 @@
 //! The pods that the agent gives the proxy to serve.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::watch;
 
@@ -40,7 +40,9 @@ impl PodManager for Pods {
         let known = self.shared.pods().get(&added.uid).cloned();
         if let Some(known) = known {
             if known.netns == netns {
-                known.resume();
+                if known.resume() {
+                    self.shared.pods_changed.send_modify(|n| *n += 1);
+                }
                 return Ok(());
             }
             self.remove(&added.uid, Removal::Gone);
@@ -60,6 +62,7 @@ impl PodManager for Pods {
             listeners,
             by_ebpf,
             phase: watch::Sender::new(Phase::Serving),
+            returns: AtomicU64::new(0),
             share: Share::default(),
         });
         super::worker::serve(&self.shared, &pod)?;

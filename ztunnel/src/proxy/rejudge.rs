@@ -5,8 +5,8 @@
 //! nor touch one that they allow.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -20,14 +20,18 @@ use crate::telemetry::{self, LiveConnection};
 
 /// Runs as long as the proxy.
 pub async fn run(shared: Arc<Shared>) {
-    let mut changes = shared.mesh.changes();
+    let (mut changes, mut pods) = (shared.mesh.changes(), shared.pods_changed.subscribe());
     let mut watched = Watched::default();
     loop {
         changes.borrow_and_update();
+        pods.borrow_and_update();
         let again = watched.pass(&shared).await;
         let changed = async {
-            // The mesh lives as long as the process.
-            let _ = changes.changed().await;
+            // Both live as long as the process.
+            tokio::select! {
+                _ = changes.changed() => {}
+                _ = pods.changed() => {}
+            }
         };
         match again {
             Some(at) => tokio::select! {
@@ -59,6 +63,8 @@ pub fn established(shared: &Shared, pod: &Pod, connection: &telemetry::Connectio
 struct Watched(HashMap<Arc<str>, WatchedPod>);
 
 struct WatchedPod {
+    pod: Weak<Pod>,
+    returns: u64,
     policies: Arc<PolicySet>,
     /// Nothing until the pod is in the mesh for its peers too.
     older: Option<Older>,
@@ -66,6 +72,19 @@ struct WatchedPod {
     undecided: Option<Instant>,
     /// An older connection has to be looked at again.
     again: bool,
+}
+
+impl WatchedPod {
+    fn new(pod: &Arc<Pod>) -> Self {
+        let returns = pod.returns.load(Ordering::Relaxed);
+        let pod = Arc::downgrade(pod);
+        Self { pod, returns, policies: Arc::default(), older: None, undecided: None, again: false }
+    }
+
+    /// Whether it is this pod, and without a time out of the mesh since.
+    fn is_of(&self, pod: &Arc<Pod>) -> bool {
+        std::ptr::eq(self.pod.as_ptr(), Arc::as_ptr(pod)) && self.returns == pod.returns.load(Ordering::Relaxed)
+    }
 }
 
 impl Watched {
@@ -78,7 +97,8 @@ impl Watched {
             let all = leaving.iter().chain(pods.values()).filter(|pod| *pod.phase.borrow() < Phase::Gone);
             all.map(|pod| (pod.uid.clone(), pod.clone())).collect()
         };
-        self.0.retain(|uid, _| pods.contains_key(uid));
+        // What a pod took in while it was out of the mesh is found when it is in again.
+        self.0.retain(|uid, watched| pods.get(uid).is_some_and(|pod| watched.is_of(pod)));
         let mut affected = HashMap::new();
         let mut with_older = Vec::new();
         {
@@ -86,8 +106,7 @@ impl Watched {
             for (uid, pod) in &pods {
                 // Without a record the pod is leaving: its connections end in their own time.
                 let Some(local) = mesh.local(&pod.namespace, &pod.name, &pod.service_account) else { continue };
-                let fresh = || WatchedPod { policies: Arc::default(), older: None, undecided: None, again: false };
-                let watched = self.0.entry(uid.clone()).or_insert_with(fresh);
+                let watched = self.0.entry(uid.clone()).or_insert_with(|| WatchedPod::new(pod));
                 let is_new = !Arc::ptr_eq(&watched.policies, &local.policies);
                 if is_new {
                     // Others are waited for, and for as long again.

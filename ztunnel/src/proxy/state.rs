@@ -1,7 +1,7 @@
 //! What all threads of the proxy share, and what it knows of each pod.
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use arc_swap::ArcSwapOption;
@@ -66,6 +66,8 @@ pub struct Pod {
     /// The agent captures with eBPF and has handed over the listeners; otherwise iptables redirect.
     pub by_ebpf: bool,
     pub phase: watch::Sender<Phase>,
+    /// How often it was wanted again before it had left: connections may have passed by the proxy in between.
+    pub returns: AtomicU64,
     pub share: Share,
 }
 
@@ -184,15 +186,16 @@ impl Pod {
         });
     }
 
-    /// It is wanted again before it has left.
-    pub fn resume(&self) {
+    /// It is wanted again; whether it was about to leave.
+    pub fn resume(&self) -> bool {
         self.phase.send_if_modified(|phase| {
             let drains = *phase == Phase::Draining;
             if drains {
                 *phase = Phase::Serving;
+                self.returns.fetch_add(1, Ordering::Relaxed);
             }
             drains
-        });
+        })
     }
 
     /// Waits for a phase or a later one.

@@ -2,10 +2,12 @@
 //!
 //! Must never touch a folder that another process is changing: each step holds the folder's lock.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::anyhow;
 use clap::{Args, Subcommand, ValueEnum};
 
 use crate::ca::{self, Status};
@@ -60,12 +62,11 @@ impl CaCommand {
             Self::Status(args) => show(&args),
             Self::Rotate(args) => {
                 let done = ca::rotate(&args.folder.ca_dir, args.force)?;
-                match args.folder.output {
-                    Output::Json => println!("{}", serde_json::to_string_pretty(&done)?),
-                    Output::Text => {
-                        println!("step {} of 3: {}\n\n{}", done.step, done.did, done.status.to_text().trim_end());
-                    }
-                }
+                let said = say(&match args.folder.output {
+                    Output::Json => serde_json::to_string_pretty(&done)? + "\n",
+                    Output::Text => format!("step {} of 3: {}\n\n{}", done.step, done.did, done.status.to_text()),
+                });
+                said.map_err(|error| anyhow!("step {} is done, but {error}", done.step))?;
                 Ok(ExitCode::SUCCESS)
             }
         }
@@ -74,15 +75,20 @@ impl CaCommand {
 
 fn show(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     let status = ca::status(&args.folder.ca_dir)?;
-    match args.folder.output {
-        Output::Json => println!("{}", serde_json::to_string_pretty(&status)?),
-        Output::Text => print!("{}", status.to_text()),
-    }
+    say(&match args.folder.output {
+        Output::Json => serde_json::to_string_pretty(&status)? + "\n",
+        Output::Text => status.to_text(),
+    })?;
     let ends = args.fail_within.map(|within| ending(&status, within)).unwrap_or_default();
     for line in &ends {
         eprintln!("error: {line}");
     }
     Ok(if ends.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Who reads it may go away at any time.
+fn say(text: &str) -> anyhow::Result<()> {
+    std::io::stdout().write_all(text.as_bytes()).map_err(|error| anyhow!("cannot write the answer: {error}"))
 }
 
 fn ending(status: &Status, within: Duration) -> Vec<String> {

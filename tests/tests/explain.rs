@@ -103,3 +103,24 @@ fn a_question_without_an_answer_fails_with_the_reason() {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && error.contains("no config_dump of this proxy"), "{error}");
 }
+
+/// As under `| head`: an error, no crash.
+#[test]
+fn whoever_stops_reading_the_answer_gets_an_error() {
+    let shop = Shop::in_mesh();
+    let file = shop.tb.path("dump.json");
+    std::fs::write(&file, shop.mesh().node(0).config_dump().to_string()).expect("save the dump");
+    let commands = [
+        ("ztunnel", vec!["explain", "--from", "shop/client", "--to", "shop/far:80", "--dump"], file),
+        ("control", vec!["ca", "status", "--ca-dir"], shop.tb.path("ca")),
+        ("control", vec!["ca", "rotate", "--ca-dir"], shop.tb.path("ca")),
+    ];
+    for (program, args, path) in commands {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = Command::new(binary(program)).args(&args).arg(path).stdout(writer).output().expect("run");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {error}");
+        assert!(error.contains("cannot write the answer: Broken pipe"), "{args:?}: {error}");
+    }
+}

@@ -1,5 +1,6 @@
 //! `ztunnel explain`: what would happen to a connection, and why.
 
+use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -49,8 +50,7 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<()> {
             runtime.block_on(admin::get(args.admin, "/explain", &parameters))?
         }
     };
-    print!("{answer}");
-    Ok(())
+    std::io::stdout().write_all(answer.as_bytes()).map_err(|error| anyhow!("cannot write the answer: {error}"))
 }
 
 fn ask_dump(args: &ExplainArgs, path: &Path) -> anyhow::Result<String> {

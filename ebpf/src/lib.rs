@@ -18,6 +18,10 @@ pub const HBONE_PORT: u16 = 15008;
 /// to remove opens nothing after this. Whoever dials through an entry must give up earlier.
 pub const PASS_TTL_NS: u64 = 30_000_000_000;
 
+/// Bit of a value in `PASS`, set by `sk_lookup` when the connection has come: it has reached the netns of the entry, and
+/// not another one that has the same address.
+pub const PASSED: u64 = 1 << 63;
+
 /// Stands in the `sk_lookup` program where the loader writes the cookie of the netns that an instance serves: programs
 /// of that type have no helper that tells it.
 pub const POD_NETNS_PLACEHOLDER: u64 = 0x5eed_c00c_1e0f_a90d;
@@ -82,7 +86,8 @@ pub struct ConnKey {
 
 /// Key of maps `PASS` (the proxy's own dials to an app) and `HOST_CONNS` (connections that host processes
 /// of the node opened to a pod): `sk_lookup` lets exactly this connection reach the app.
-/// Value: `u64`, time of insertion in nanoseconds of `CLOCK_MONOTONIC`; void [`PASS_TTL_NS`] later.
+/// Value: `u64`, time of insertion in nanoseconds of `CLOCK_MONOTONIC`; void [`PASS_TTL_NS`] later. In `PASS` also
+/// [`PASSED`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tuple {

@@ -212,9 +212,12 @@ fn pins_that_somebody_removes_are_put_back_and_no_connection_suffers() {
     };
     let before = all();
     for what in ["links/us_sock_ops", "links/us_connect6", "maps/ORIG_DST", "maps/PODS"] {
+        let mark = shop.mesh().node(0).agent.log_mark();
         std::fs::remove_file(pins.join(what)).unwrap_or_else(|e| panic!("remove {what}: {e}"));
         works(&format!("without {what}"));
         wait_for(&format!("{what} to be put back"), || (all() == before).then_some(()));
+        // The next one is removed when the agent is done with this one, and not in the middle of it.
+        mark.wait(&["loaded anew", what.split_once('/').expect("a folder and a name").1]);
         works(&format!("with {what} again"));
     }
     std::fs::remove_dir_all(&pins).expect("remove all pins");

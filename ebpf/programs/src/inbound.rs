@@ -49,12 +49,17 @@ pub fn us_inbound(ctx: SkLookupContext) -> u32 {
     }
 
     let tuple = Tuple { remote, local: address::endpoint(&local_ip, port), netns };
-    // SAFETY: the values are copied at once.
-    if is_fresh(unsafe { PASS.get(tuple) }.copied()) {
-        count(Counter::ProxyDial);
-        return PASSED;
+    if let Some(value) = PASS.get_ptr_mut(tuple) {
+        // SAFETY: one that is removed meanwhile keeps its memory until the program ends. Writers agree: all set one bit.
+        let since = unsafe { *value };
+        if is_fresh(Some(since & !ebpf::PASSED)) {
+            // SAFETY: as above.
+            unsafe { *value = since | ebpf::PASSED };
+            count(Counter::ProxyDial);
+            return PASSED;
+        }
     }
-    // SAFETY: as above.
+    // SAFETY: the value is copied at once.
     if is_fresh(unsafe { HOST_CONNS.get(tuple) }.copied()) {
         count(Counter::HostConn);
         return PASSED;

@@ -40,8 +40,9 @@ impl PassMap {
         self.0.set(&tuple(netns, remote, local), &monotonic_ns())
     }
 
-    pub fn remove(&self, netns: u64, remote: SocketAddr, local: SocketAddr) -> io::Result<()> {
-        self.0.remove(&tuple(netns, remote, local)).map(|_| ())
+    /// Whether the connection has come to this netns.
+    pub fn remove(&self, netns: u64, remote: SocketAddr, local: SocketAddr) -> io::Result<bool> {
+        Ok(self.0.take(&tuple(netns, remote, local))?.is_some_and(|value| value & ebpf::PASSED != 0))
     }
 }
 

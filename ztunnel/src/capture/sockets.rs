@@ -98,11 +98,49 @@ impl TcpSettings {
             IpAddr::V6(_) => set_transparent_v6(&socket)?,
         }
         socket.bind(&client.into())?;
-        let _passed = match pass {
-            Some(map) => Some(Passed::new(map.clone(), pod.cookie(), client, app)?),
+        let _entry = match pass {
+            Some(map) => Some(PassEntry::new(map.clone(), pod.cookie(), client, app)?),
             None => None,
         };
         self.connect(socket, app).await
+    }
+
+    /// Connects from inside a pod, with its address `from`, to an app of another pod of this node, past that one's
+    /// listeners. Nothing: the address is not the first pod's, or what answered is not in the second one's namespace.
+    pub async fn dial_neighbour(
+        &self,
+        (pod, from): (&Netns, IpAddr),
+        marked: bool,
+        pass: &Arc<PassMap>,
+        (netns, app): (u64, SocketAddr),
+    ) -> io::Result<Option<(TcpStream, SocketAddr)>> {
+        let mut refused = io::Error::from(io::ErrorKind::AddrInUse);
+        for _ in 0..BIND_TRIES {
+            let from = SocketAddr::new(from, random_port());
+            let socket = self.own_socket(pod, marked, app)?;
+            socket.set_reuse_address(true)?;
+            match socket.bind(&from.into()) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                    refused = error;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            }
+            let mut entry = PassEntry::new(pass.clone(), netns, from, app)?;
+            match self.connect(socket, app).await {
+                Ok(connected) if entry.end()? => return Ok(Some((connected, from))),
+                Ok(stranger) => {
+                    SockRef::from(&stranger).set_linger(Some(Duration::ZERO))?;
+                    return Ok(None);
+                }
+                // The same pair of ports is in use.
+                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => refused = error,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(refused)
     }
 
     async fn connect(&self, socket: Socket, to: SocketAddr) -> io::Result<TcpStream> {
@@ -115,23 +153,33 @@ impl TcpSettings {
 }
 
 /// An entry of the pass map for as long as a dial takes.
-struct Passed {
+struct PassEntry {
     map: Arc<PassMap>,
     netns: u64,
     client: SocketAddr,
     app: SocketAddr,
+    is_there: bool,
 }
 
-impl Passed {
+impl PassEntry {
     fn new(map: Arc<PassMap>, netns: u64, client: SocketAddr, app: SocketAddr) -> io::Result<Self> {
         map.insert(netns, client, app)?;
-        Ok(Self { map, netns, client, app })
+        Ok(Self { map, netns, client, app, is_there: true })
+    }
+
+    /// Removes it; whether the connection has come to the namespace.
+    fn end(&mut self) -> io::Result<bool> {
+        let passed = self.map.remove(self.netns, self.client, self.app)?;
+        self.is_there = false;
+        Ok(passed)
     }
 }
 
-impl Drop for Passed {
+impl Drop for PassEntry {
     fn drop(&mut self) {
-        if let Err(error) = self.map.remove(self.netns, self.client, self.app) {
+        if self.is_there
+            && let Err(error) = self.end()
+        {
             tracing::error!(%error, client = %self.client, app = %self.app, "cannot remove a pass entry");
         }
     }

@@ -47,6 +47,20 @@ pub struct ProxyArgs {
     pub timeouts: TimeoutArgs,
     #[command(flatten)]
     pub limits: LimitArgs,
+    /// Encrypt between pods of this node too. Without it such connections go from pod to pod without a tunnel: the kernel
+    /// attests both ends, and policies hold as ever.
+    #[arg(
+        long,
+        env = "SAME_NODE_ENCRYPTION",
+        value_name = "SAME_NODE_ENCRYPTION",
+        default_value = "false",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set,
+        value_parser = values::boolean
+    )]
+    pub same_node_encryption: bool,
     #[command(flatten)]
     pub telemetry: TelemetrySettings,
 }
@@ -65,6 +79,7 @@ pub struct ProxyConfig {
     pub listen: Listen,
     pub timeouts: Timeouts,
     pub limits: Limits,
+    pub same_node_encryption: bool,
     pub telemetry: TelemetrySettings,
 }
 

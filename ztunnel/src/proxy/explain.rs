@@ -8,6 +8,7 @@ use std::sync::Arc;
 use ::http::StatusCode;
 use serde::Serialize;
 
+use super::neighbour;
 use super::route::{Hop, HopKind, route};
 use super::state::{Phase, Shared};
 use crate::identity::{Identity, State};
@@ -43,6 +44,8 @@ pub enum BadQuestion {
 pub trait NodeFacts {
     /// How far the node's proxy serves the pod; nothing if it does not.
     fn phase(&self, workload: &Workload) -> Option<Phase>;
+    /// Whether the proxy reaches the hop's pod without a tunnel, because it serves that one too.
+    fn attests(&self, hop: &Hop) -> bool;
     /// The state of an identity's certificate; nothing if this proxy does not hold it.
     fn certificate(&self, identity: &Identity) -> Option<CertificateState>;
 }
@@ -161,7 +164,12 @@ fn from_mesh(
         HopKind::Tcp(address) => (false, format!("{address} in the clear: {}", why_clear(&hop))),
         HopKind::Hbone { tunnel, authority, expected } => {
             let names: Vec<_> = expected.iter().map(ToString::to_string).collect();
-            (true, format!("HBONE to {tunnel}, CONNECT {authority}; the peer must be {}", names.join(" or ")))
+            let names = names.join(" or ");
+            let text = match facts.attests(&hop) {
+                true => format!("{authority} on this node, without a tunnel; the kernel attests that it is {names}"),
+                false => format!("HBONE to {tunnel}, CONNECT {authority}; the peer must be {names}"),
+            };
+            (true, text)
         }
     };
     to.step("route", true, text);
@@ -484,13 +492,11 @@ struct Running<'a>(&'a Shared);
 
 impl NodeFacts for Running<'_> {
     fn phase(&self, workload: &Workload) -> Option<Phase> {
-        let pods = self.0.pods();
-        let is_it = |pod: &&Arc<super::state::Pod>| {
-            pod.name == *workload.name
-                && pod.namespace == *workload.namespace
-                && pod.service_account == *workload.service_account
-        };
-        pods.values().find(is_it).map(|pod| *pod.phase.borrow())
+        self.0.pod_of(workload).map(|pod| *pod.phase.borrow())
+    }
+
+    fn attests(&self, hop: &Hop) -> bool {
+        neighbour::find(self.0, hop).is_some()
     }
 
     fn certificate(&self, identity: &Identity) -> Option<CertificateState> {

@@ -23,16 +23,64 @@ pub fn carry<K>(
 ) -> impl Future<Output = ()> {
     async move {
         let outcome = poll_fn(|cx| match connection.poll_close_ordered(cx) {
-            Poll::Ready(Closing { reason, detail: None }) => Poll::Ready(Outcome::closed(*reason)),
-            Poll::Ready(Closing { reason, detail: Some(detail) }) => {
-                Poll::Ready(Outcome::closed_because(*reason, detail))
-            }
+            Poll::Ready(closing) => Poll::Ready(ordered(closing)),
             Poll::Pending => relay.poll(cx, &Count(&connection)).map(outcome),
         })
         .await;
         drop(relay);
         connection.finish(&guard::outcome(outcome, tunnel.as_ref().and_then(StreamCount::tunnel_ended)));
         drop((tunnel, kept));
+    }
+}
+
+/// The same for a connection of which both sides are ours. What ends one of them is a reset of the other's peer.
+#[expect(
+    clippy::manual_async_fn,
+    reason = "an async fn holds its arguments twice, and this is what an idle connection costs"
+)]
+pub fn carry_both<K>(
+    mut relay: impl Relay,
+    outbound: Connection,
+    inbound: Connection,
+    kept: K,
+) -> impl Future<Output = ()> {
+    async move {
+        let (of_client, of_server) = poll_fn(|cx| {
+            if let Poll::Ready(closing) = outbound.poll_close_ordered(cx) {
+                return Poll::Ready((ordered(closing), Outcome::reset(flow::Side::Client)));
+            }
+            if let Poll::Ready(closing) = inbound.poll_close_ordered(cx) {
+                return Poll::Ready((Outcome::reset(flow::Side::Server), ordered(closing)));
+            }
+            let both = Both(Count(&outbound), Count(&inbound));
+            relay.poll(cx, &both).map(outcome).map(|outcome| (outcome.clone(), outcome))
+        })
+        .await;
+        drop(relay);
+        outbound.finish(&of_client);
+        inbound.finish(&of_server);
+        drop(kept);
+    }
+}
+
+fn ordered(closing: &Closing) -> Outcome {
+    match closing {
+        Closing { reason, detail: None } => Outcome::closed(*reason),
+        Closing { reason, detail: Some(detail) } => Outcome::closed_because(*reason, detail),
+    }
+}
+
+struct Both<'a>(Count<'a>, Count<'a>);
+
+impl Meter for Both<'_> {
+    fn up(&self, bytes: u64) {
+        self.0.up(bytes);
+        self.1.up(bytes);
+    }
+
+    fn down(&self, bytes: u64) {
+        self.0.down(bytes);
+        self.1.down(bytes);
     }
 }
 

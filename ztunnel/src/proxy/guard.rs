@@ -49,13 +49,16 @@ pub async fn run(worker: Rc<Worker>) {
     let mut settled = shared.certificates.settled();
     loop {
         let denied = |identity: &_| shared.certificates.is_denied(identity);
-        let (round, next) = worker.tunnels.tend(SystemTime::now(), cut, denied);
+        let now = SystemTime::now();
+        let (round, next) = worker.tunnels.tend(now, cut, denied);
         note(&worker, &round);
+        let next = next.min(worker.neighbours.tend(now, cut, denied));
         tokio::select! {
             // The trust lives as long as the store.
             _ = trust.changed() => {
                 let round = worker.tunnels.judge().await;
                 note(&worker, &round);
+                worker.neighbours.judge(shared.certificates.trust(), &shared.trust_counters);
             }
             // So does this.
             _ = settled.changed() => worker.tunnels.retire_ours(),
@@ -104,7 +107,7 @@ pub fn handshake_failure(
             if let (PeerError::Untrusted { .. }, Some(own)) = (reason, own) {
                 worker.shared.certificates.doubt_roots(own.identity());
             }
-            (refused(worker, direction, reason), reason.to_string())
+            (refusal_flag(&worker.shared.trust_counters, direction, reason), reason.to_string())
         }
         TlsError::Protocol(rustls::Error::AlertReceived(alert)) => alert_failure(worker, *alert, own),
         error => (ResponseFlag::TlsFailure, error.to_string()),
@@ -128,10 +131,11 @@ pub fn alert_failure(
     (flag, words.unwrap_or_else(|| format!("the peer ended TLS with alert {alert:?}")))
 }
 
-fn refused(worker: &Worker, direction: Direction, reason: &PeerError) -> ResponseFlag {
+/// The flag for a peer that is not taken; revocations are counted.
+pub fn refusal_flag(counters: &TrustCounters, direction: Direction, reason: &PeerError) -> ResponseFlag {
     if !reason.is_revocation() {
         return ResponseFlag::TlsFailure;
     }
-    worker.shared.trust_counters.of(direction).fetch_add(1, Ordering::Relaxed);
+    counters.of(direction).fetch_add(1, Ordering::Relaxed);
     ResponseFlag::CertRevoked
 }

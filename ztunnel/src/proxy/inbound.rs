@@ -21,7 +21,7 @@ use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TunnelError};
 use crate::identity::Identity;
-use crate::mesh::{NetworkAddress, Workload};
+use crate::mesh::{NetworkAddress, Service, Snapshot, Workload};
 use crate::policy::{self, PolicySet};
 use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, PeerClaims, Protocol, ResponseFlag};
 
@@ -303,14 +303,15 @@ fn describe(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) {
     let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(request.headers()))));
     flow.source = Peer { workload, claims, identity: Some(tunnel.identity.clone()) };
     flow.destination = Peer::of(Some(tunnel.own.clone()), Some(tunnel.own.identity()));
-    // Only a service that the pod really backs.
     let (_, host) = hbone::read_forwarded(request.headers());
-    let backed = tunnel.own.services.iter().filter_map(|s| mesh.service(&s.service));
-    flow.service = match host {
-        Some(host) => backed.clone().find(|s| *s.hostname == *host).cloned(),
-        None => None,
-    }
-    .or_else(|| backed.clone().next().cloned());
+    flow.service = service_of(&mesh, &tunnel.own, host);
+}
+
+/// The service behind which a pod was addressed: the named one if the pod backs it, else one that it backs.
+pub fn service_of(mesh: &Snapshot, own: &Workload, host: Option<&str>) -> Option<Arc<Service>> {
+    let backed = own.services.iter().filter_map(|s| mesh.service(&s.service));
+    let named = host.and_then(|host| backed.clone().find(|s| *s.hostname == *host));
+    named.or_else(|| backed.clone().next()).cloned()
 }
 
 fn claims(baggage: &Baggage) -> PeerClaims {

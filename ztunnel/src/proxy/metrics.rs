@@ -25,6 +25,7 @@ pub fn register(
 ) {
     pods(metrics, shared, agent);
     older(metrics, shared);
+    neighbours(metrics, shared);
     workers(metrics, shared, watchdog);
     discovery(metrics, shared);
     mesh(metrics, shared);
@@ -69,6 +70,15 @@ fn older(metrics: &Metrics, shared: &Arc<Shared>) {
         "understory_older_connections_ended",
         "Connections older than their pod's place in the mesh that the policies did not allow",
         move || of.older_ended.load(Ordering::Relaxed),
+    );
+}
+
+fn neighbours(metrics: &Metrics, shared: &Arc<Shared>) {
+    let of = shared.clone();
+    metrics.counter(
+        "understory_unattested_dials",
+        "Dials to a pod of this node that another one with the same address answered: a tunnel was used then",
+        move || of.unattested.load(Ordering::Relaxed),
     );
 }
 

@@ -8,6 +8,7 @@ mod guard;
 mod inbound;
 mod judge;
 mod metrics;
+mod neighbour;
 mod older;
 mod outbound;
 mod plaintext;

@@ -12,8 +12,9 @@ use http::{Method, Uri};
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-use super::finish::carry;
+use super::finish::{carry, carry_both};
 use super::guard::{alert_failure, handshake_failure};
+use super::neighbour::{self, Neighbour};
 use super::relay::{PlainRelay, Resetting, Side, TunnelRelay};
 use super::route::{Hop, HopKind, route};
 use super::state::{Phase, Pod};
@@ -71,6 +72,11 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
         Link::Plain(server) => {
             tokio::task::spawn_local(carry(PlainRelay::new(app, server, half_close), connection, None, kept));
         }
+        Link::Neighbour(neighbour) => {
+            let Neighbour { socket, inbound, kept: of_server } = *neighbour;
+            let relay = PlainRelay::new(app, socket, half_close);
+            tokio::task::spawn_local(carry_both(relay, connection, inbound, (kept, of_server)));
+        }
         Link::Tunnel(stream) => {
             let Stream { send, recv, headers: _, count } = *stream;
             let relay = TunnelRelay::new(app, Side::Client, send, recv, half_close);
@@ -87,6 +93,7 @@ struct Upstream {
 
 enum Link {
     Plain(TcpStream),
+    Neighbour(Box<Neighbour>),
     Tunnel(Box<Stream>),
 }
 
@@ -174,11 +181,20 @@ fn describe(flow: &mut Flow, hop: &Hop, identity: &Identity) {
 async fn connect(
     worker: &Rc<Worker>,
     pod: &Arc<Pod>,
-    source: &Workload,
+    source: &Arc<Workload>,
     hop: Hop,
-    flow: &Flow,
+    flow: &mut Flow,
 ) -> Result<Link, Failure> {
     let shared = &worker.shared;
+    if let Some(near) = neighbour::find(shared, &hop)
+        && let Some(near) = Box::pin(neighbour::open(worker, pod, source, near, &hop, flow)).await?
+    {
+        flow.protocol = Protocol::Attested;
+        flow.dst = near.inbound.flow().dst;
+        flow.authority = None;
+        return Ok(Link::Neighbour(Box::new(near)));
+    }
+    let flow = &*flow;
     let (tunnel, authority, expected) = match hop.kind {
         HopKind::Tcp(to) => {
             let dial = shared.tcp.dial(&pod.netns, !pod.by_ebpf, to).await;

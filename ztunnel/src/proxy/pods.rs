@@ -68,14 +68,14 @@ impl PodManager for Pods {
         super::worker::serve(&self.shared, &pod)?;
         tracing::info!(pod = pod.name, namespace = pod.namespace, uid = &*pod.uid, "serving a pod");
         self.shared.pods().insert(added.uid, pod);
-        self.shared.pods_changed.send_modify(|n| *n += 1);
+        self.shared.publish_pods();
         self.shared.pods_started.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     fn remove(&self, uid: &str, how: Removal) {
         let Some(pod) = self.shared.pods().remove(uid) else { return };
-        self.shared.pods_changed.send_modify(|n| *n += 1);
+        self.shared.publish_pods();
         tracing::info!(pod = pod.name, namespace = pod.namespace, uid, ?how, "no longer serving a pod");
         self.shared.pods_stopped.fetch_add(1, Ordering::Relaxed);
         let shared = self.shared.clone();

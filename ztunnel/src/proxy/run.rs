@@ -260,6 +260,7 @@ fn pods(shared: &Shared) -> Vec<PodDump> {
         name: pod.name.clone(),
         namespace: pod.namespace.clone(),
         service_account: pod.service_account.clone(),
+        by_ebpf: pod.by_ebpf,
         up: *pod.phase.borrow() == Phase::Serving,
     });
     dump.collect()

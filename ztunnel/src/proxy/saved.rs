@@ -11,6 +11,8 @@ use ipnet::IpNet;
 use serde::Deserialize;
 
 use super::explain::{BadQuestion, CertificateState, Explanation, NodeFacts, Question, explain};
+use super::neighbour;
+use super::route::Hop;
 use super::state::Phase;
 use crate::identity::Identity;
 use crate::mesh::{Mesh, NetworkAddress, Unusable, Workload, convert_service, convert_workload};
@@ -23,6 +25,7 @@ pub struct Saved {
     mesh: Arc<Mesh>,
     pods: Vec<(PodInfo, Phase)>,
     certificates: HashMap<String, String>,
+    same_node_encryption: bool,
 }
 
 /// Why a dump cannot be used.
@@ -44,6 +47,8 @@ struct Dump {
     staged_services: BTreeMap<String, Vec<EndpointText>>,
     certificates: Vec<CertificateText>,
     workload_state: HashMap<String, PodText>,
+    #[serde(default)]
+    config: ConfigText,
 }
 
 #[derive(Deserialize)]
@@ -233,6 +238,14 @@ struct PodInfo {
     name: String,
     namespace: String,
     service_account: String,
+    #[serde(default)]
+    by_ebpf: bool,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct ConfigText {
+    same_node_encryption: bool,
 }
 
 impl Saved {
@@ -275,7 +288,12 @@ impl Saved {
             (pod.info, phase)
         });
         let certificates = dump.certificates.into_iter().map(|c| (c.identity, c.state));
-        Ok(Self { mesh, pods: pods.collect(), certificates: certificates.collect() })
+        Ok(Self {
+            mesh,
+            pods: pods.collect(),
+            certificates: certificates.collect(),
+            same_node_encryption: dump.config.same_node_encryption,
+        })
     }
 
     /// Answers a question.
@@ -284,14 +302,24 @@ impl Saved {
     }
 }
 
-impl NodeFacts for Saved {
-    fn phase(&self, workload: &Workload) -> Option<Phase> {
-        let is_it = |pod: &PodInfo| {
+impl Saved {
+    fn pod_of(&self, workload: &Workload) -> Option<&(PodInfo, Phase)> {
+        self.pods.iter().find(|(pod, _)| {
             pod.name == *workload.name
                 && pod.namespace == *workload.namespace
                 && pod.service_account == *workload.service_account
-        };
-        self.pods.iter().find(|(pod, _)| is_it(pod)).map(|(_, phase)| *phase)
+        })
+    }
+}
+
+impl NodeFacts for Saved {
+    fn phase(&self, workload: &Workload) -> Option<Phase> {
+        self.pod_of(workload).map(|(_, phase)| *phase)
+    }
+
+    fn attests(&self, hop: &Hop) -> bool {
+        let pod = neighbour::may_attest(hop, self.same_node_encryption).and_then(|workload| self.pod_of(workload));
+        pod.is_some_and(|(pod, phase)| pod.by_ebpf && *phase == Phase::Serving)
     }
 
     fn certificate(&self, identity: &Identity) -> Option<CertificateState> {

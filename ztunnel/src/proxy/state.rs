@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use arc_swap::ArcSwapOption;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use tokio::sync::watch;
 
 use super::config::ProxyConfig;
@@ -38,6 +38,8 @@ pub struct Shared {
     pub maps: ArcSwapOption<Maps>,
     pods: Mutex<HashMap<String, Arc<Pod>>>,
     leaving: Mutex<Vec<Arc<Pod>>>,
+    /// The pods by namespace and name, for a look without a lock.
+    by_name: ArcSwap<ByName>,
     /// Changes with each pod that comes or goes.
     pub pods_changed: watch::Sender<u64>,
     /// Pods that were ever served, and that no longer are.
@@ -46,8 +48,12 @@ pub struct Shared {
     /// Connections to pods that are older than their pod's place in the mesh, and how many of them were ended.
     pub older_connections: AtomicU64,
     pub older_ended: AtomicU64,
+    /// Dials to pods of this node that reached another one with the same address.
+    pub unattested: AtomicU64,
     pub workers: OnceLock<Vec<WorkerHandle>>,
 }
+
+type ByName = HashMap<String, HashMap<String, Arc<Pod>>>;
 
 #[derive(Debug)]
 pub struct Maps {
@@ -124,11 +130,13 @@ impl Shared {
             maps: ArcSwapOption::empty(),
             pods: Mutex::default(),
             leaving: Mutex::default(),
+            by_name: ArcSwap::default(),
             pods_changed: watch::Sender::new(0),
             pods_started: AtomicU64::new(0),
             pods_stopped: AtomicU64::new(0),
             older_connections: AtomicU64::new(0),
             older_ended: AtomicU64::new(0),
+            unattested: AtomicU64::new(0),
             workers: OnceLock::new(),
             config,
         })
@@ -142,6 +150,25 @@ impl Shared {
     pub fn pods(&self) -> MutexGuard<'_, HashMap<String, Arc<Pod>>> {
         // Every change is one insert or remove: a panic leaves the table whole.
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Pods have come or gone.
+    pub fn publish_pods(&self) {
+        let mut by_name = ByName::new();
+        let pods = self.pods();
+        for pod in pods.values() {
+            by_name.entry(pod.namespace.clone()).or_default().insert(pod.name.clone(), pod.clone());
+        }
+        self.by_name.store(Arc::new(by_name));
+        drop(pods);
+        self.pods_changed.send_modify(|n| *n += 1);
+    }
+
+    /// The pod that is served here and that a record is of.
+    pub fn pod_of(&self, workload: &Workload) -> Option<Arc<Pod>> {
+        let by_name = self.by_name.load();
+        let pod = by_name.get(&*workload.namespace)?.get(&*workload.name)?;
+        (pod.service_account == *workload.service_account).then(|| pod.clone())
     }
 
     /// The record of a pod of this node; waits for it, within a bound.

@@ -16,6 +16,7 @@ use tokio::runtime;
 use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
+use super::neighbour::Neighbours;
 use super::state::{Phase, Pod, Shared};
 use super::{guard, inbound, outbound, plaintext};
 use crate::hbone::{Pool, Tunnels};
@@ -37,6 +38,8 @@ pub struct Worker {
     pub pool: Pool<Failure>,
     /// To and from peers.
     pub tunnels: Tunnels,
+    /// Connections without a tunnel, between pods of this node.
+    pub neighbours: Neighbours,
     /// Connections under way from here, by destination workload.
     pub busy: RefCell<HashMap<Arc<str>, u64>>,
     own: WorkerHandle,
@@ -76,7 +79,8 @@ pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<Vec<runtim
         std::thread::Builder::new().name(format!("worker {index}")).spawn(move || {
             let tunnels = Tunnels::new(shared.certificates.trust().clone());
             let pool = Pool::new(shared.hbone.clone(), tunnels.clone());
-            let worker = Rc::new(Worker { shared, pool, tunnels, busy: RefCell::default(), own, index });
+            let neighbours = Neighbours::default();
+            let worker = Rc::new(Worker { shared, pool, tunnels, neighbours, busy: RefCell::default(), own, index });
             LocalSet::new().block_on(&runtime, async move {
                 tokio::task::spawn_local(beat.run());
                 tokio::task::spawn_local(sweep(worker.clone()));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tracing::Level;
 
-use super::flow::{Direction, Failure, Flow, Outcome, Peer};
+use super::flow::{Direction, Failure, Flow, Outcome, Peer, Security};
 use crate::policy::Decision;
 
 /// Debug: the connection is established.
@@ -75,6 +75,8 @@ struct Fields<'a> {
     dst: Names<'a>,
     dst_identity: Option<String>,
     authority: Option<String>,
+    /// Only where it is not what the addresses say.
+    attested: Option<&'static str>,
 }
 
 #[derive(Default)]
@@ -98,20 +100,16 @@ struct Ending<'a> {
 
 impl<'a> Fields<'a> {
     fn of(flow: &'a Flow) -> Self {
-        let mutual_tls = flow.mutual_tls();
+        let is_known = flow.security() != Security::None;
         let outbound = flow.direction == Direction::Outbound;
         Self {
             flow,
             src: Names::of(&flow.source),
-            src_identity: flow.source.identity.as_ref().filter(|_| mutual_tls).map(ToString::to_string),
+            src_identity: flow.source.identity.as_ref().filter(|_| is_known).map(ToString::to_string),
             dst: Names::of(&flow.destination),
-            dst_identity: flow
-                .destination
-                .identity
-                .as_ref()
-                .filter(|_| mutual_tls && outbound)
-                .map(ToString::to_string),
+            dst_identity: flow.destination.identity.as_ref().filter(|_| is_known && outbound).map(ToString::to_string),
             authority: flow.authority.as_ref().map(ToString::to_string),
+            attested: (flow.security() == Security::Attested).then(|| Security::Attested.as_str()),
         }
     }
 }
@@ -157,6 +155,7 @@ macro_rules! line {
             dst.identity = fields.dst_identity.as_deref(),
             dst.cluster = fields.dst.cluster,
             direction = fields.flow.direction.as_str(),
+            security = fields.attested,
             bytes_sent = ending.bytes_sent,
             bytes_recv = ending.bytes_recv,
             duration = ending.duration.as_deref(),

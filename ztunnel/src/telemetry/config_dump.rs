@@ -41,6 +41,8 @@ pub struct Pod {
     pub name: String,
     pub namespace: String,
     pub service_account: String,
+    /// The agent captures it with eBPF, and not somebody else with iptables.
+    pub by_ebpf: bool,
     /// Its listeners run.
     pub up: bool,
 }
@@ -143,6 +145,7 @@ impl Serialize for PodDump {
                 "name": self.pod.name,
                 "namespace": self.pod.namespace,
                 "serviceAccount": self.pod.service_account,
+                "byEbpf": self.pod.by_ebpf,
             }),
         )?;
         map.serialize_entry(

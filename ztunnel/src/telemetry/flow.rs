@@ -48,6 +48,18 @@ pub enum Protocol {
     Tcp,
     Hbone,
     DoubleHbone,
+    /// Plain TCP between two pods of the node, whose identities the kernel attests.
+    Attested,
+}
+
+/// How the two ends know each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Security {
+    /// Not at all.
+    None,
+    MutualTls,
+    /// By their network namespaces, on one node, unencrypted.
+    Attested,
 }
 
 /// One end of a connection, as far as it is known.
@@ -177,8 +189,12 @@ impl Flow {
         }
     }
 
-    pub fn mutual_tls(&self) -> bool {
-        !matches!(self.protocol, Protocol::Tcp)
+    pub fn security(&self) -> Security {
+        match self.protocol {
+            Protocol::Tcp => Security::None,
+            Protocol::Hbone | Protocol::DoubleHbone => Security::MutualTls,
+            Protocol::Attested => Security::Attested,
+        }
     }
 }
 
@@ -226,6 +242,18 @@ impl Protocol {
             Self::Tcp => "TCP",
             Self::Hbone => "HBONE",
             Self::DoubleHbone => "DOUBLEHBONE",
+            Self::Attested => "ATTESTED",
+        }
+    }
+}
+
+impl Security {
+    /// Istio's `connection_security_policy`, which has no word for attested.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::None => "unknown",
+            Self::MutualTls => "mutual_tls",
+            Self::Attested => "attested",
         }
     }
 }

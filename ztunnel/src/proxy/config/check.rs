@@ -29,6 +29,7 @@ impl ProxyArgs {
             listen: self.listen,
             timeouts: self.timeouts.resolve(),
             limits: self.limits.check()?,
+            same_node_encryption: self.same_node_encryption,
             telemetry: self.telemetry,
         })
     }

@@ -15,6 +15,10 @@ impl NodeFacts for Node {
         self.0.get(&*workload.name).map(|(phase, _)| *phase)
     }
 
+    fn attests(&self, _: &Hop) -> bool {
+        false
+    }
+
     fn certificate(&self, identity: &Identity) -> Option<CertificateState> {
         let (_, is_usable) = self.0.get(identity.service_account())?;
         Some(CertificateState { is_usable: *is_usable, text: format!("usable: {is_usable}") })

@@ -172,6 +172,7 @@ fn dump(mesh: &Arc<Mesh>) -> String {
                 name: "full".into(),
                 namespace: "shop".into(),
                 service_account: "sa".into(),
+                by_ebpf: true,
                 up: true,
             }]
         }),

@@ -73,6 +73,7 @@ fn sources(model: Fixed, telemetry: Arc<Telemetry>) -> Sources {
                 name: name.into(),
                 namespace: "shop".into(),
                 service_account: "web".into(),
+                by_ebpf: true,
                 up,
             };
             vec![pod("uid-1", "web-0", true), pod("uid-2", "web-1", false)]
@@ -308,7 +309,7 @@ fn certificates_and_pods_have_their_keys() {
         json!({
             "uid-1": {
                 "state": "Up",
-                "info": {"name": "web-0", "namespace": "shop", "serviceAccount": "web"},
+                "info": {"name": "web-0", "namespace": "shop", "serviceAccount": "web", "byEbpf": true},
                 "connections": {
                     "inbound": [{
                         "src": "10.0.0.1:4000",
@@ -326,7 +327,7 @@ fn certificates_and_pods_have_their_keys() {
             },
             "uid-2": {
                 "state": "Pending",
-                "info": {"name": "web-1", "namespace": "shop", "serviceAccount": "web"},
+                "info": {"name": "web-1", "namespace": "shop", "serviceAccount": "web", "byEbpf": true},
                 "connections": {"inbound": [], "outbound": []},
             },
         })

@@ -10,14 +10,14 @@ use prometheus_client::encoding::{EncodeLabel, EncodeLabelSet, LabelSetEncoder};
 
 use crate::identity::Identity;
 use crate::mesh::{Service, Workload};
-use crate::telemetry::flow::{Direction, Flow, Peer, PeerClaims, ResponseFlag};
+use crate::telemetry::flow::{Direction, Flow, Peer, PeerClaims, ResponseFlag, Security};
 
 /// The labels of a flow, borrowed.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     pub reporter: Direction,
     pub flag: ResponseFlag,
-    pub mutual_tls: bool,
+    pub security: Security,
     pub source: PeerView<'a>,
     pub destination: PeerView<'a>,
     pub service: Option<&'a Service>,
@@ -43,7 +43,7 @@ impl<'a> View<'a> {
         Self {
             reporter: flow.direction,
             flag,
-            mutual_tls: flow.mutual_tls(),
+            security: flow.security(),
             source: PeerView::of(&flow.source),
             destination: PeerView::of(&flow.destination),
             service: flow.service.as_deref(),
@@ -117,7 +117,7 @@ fn known(text: &Arc<str>) -> Option<&Arc<str>> {
 pub(super) struct TcpLabels {
     reporter: Direction,
     flag: ResponseFlag,
-    mutual_tls: bool,
+    security: Security,
     source: PeerLabels,
     destination: PeerLabels,
     service: Option<ServiceLabels>,
@@ -149,7 +149,7 @@ impl TcpLabels {
     pub(super) fn matches(&self, view: &View<'_>) -> bool {
         self.reporter == view.reporter
             && self.flag == view.flag
-            && self.mutual_tls == view.mutual_tls
+            && self.security == view.security
             && self.overflow == view.overflow
             && self.source.matches(&view.source)
             && self.destination.matches(&view.destination)
@@ -173,7 +173,7 @@ impl From<&View<'_>> for TcpLabels {
         Self {
             reporter: view.reporter,
             flag: view.flag,
-            mutual_tls: view.mutual_tls,
+            security: view.security,
             source: (&view.source).into(),
             destination: (&view.destination).into(),
             service: view.service.map(service),
@@ -243,7 +243,7 @@ impl EncodeLabelSet for TcpLabels {
         label("destination_cluster", text(&destination.cluster))?;
         label("request_protocol", Some("tcp"))?;
         label("response_flags", Some(self.flag.as_str()))?;
-        label("connection_security_policy", Some(if self.mutual_tls { "mutual_tls" } else { "unknown" }))?;
+        label("connection_security_policy", Some(self.security.as_str()))?;
         label("source_region", text(&source.region))?;
         label("source_zone", text(&source.zone))?;
         label("destination_region", text(&destination.region))?;

@@ -38,8 +38,14 @@ enum Output {
 
 /// Asks and prints. The answer alone decides nothing about the exit code: a refused connection is an answer too.
 pub fn run(args: &ExplainArgs) -> anyhow::Result<()> {
-    let answer = match &args.dump {
-        Some(path) => ask_dump(args, path)?,
+    let answer = ask(args).map_err(|error| anyhow!(printable(&error.to_string())))?;
+    let answer = printable(&answer);
+    std::io::stdout().write_all(answer.as_bytes()).map_err(|error| anyhow!("cannot write the answer: {error}"))
+}
+
+fn ask(args: &ExplainArgs) -> anyhow::Result<String> {
+    match &args.dump {
+        Some(path) => ask_dump(args, path),
         None => {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             let output = match args.output {
@@ -47,10 +53,14 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<()> {
                 Output::Json => "json",
             };
             let parameters = [("from", &*args.from), ("to", &*args.to), ("output", output)];
-            runtime.block_on(admin::get(args.admin, "/explain", &parameters))?
+            Ok(runtime.block_on(admin::get(args.admin, "/explain", &parameters))?)
         }
-    };
-    std::io::stdout().write_all(answer.as_bytes()).map_err(|error| anyhow!("cannot write the answer: {error}"))
+    }
+}
+
+/// Names come from whoever wrote the dump: none may steer the reader's terminal.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
 fn ask_dump(args: &ExplainArgs, path: &Path) -> anyhow::Result<String> {
@@ -65,4 +75,14 @@ fn ask_dump(args: &ExplainArgs, path: &Path) -> anyhow::Result<String> {
         Output::Text => explanation.to_string(),
         Output::Json => serde_json::to_string_pretty(&explanation)? + "\n",
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_printed_holds_no_control_characters() {
+        assert_eq!(printable("ok\n\u{1b}[2J\u{9b}1m\r\u{e9}"), "ok\n\u{fffd}[2J\u{fffd}1m\u{fffd}\u{e9}");
+    }
 }

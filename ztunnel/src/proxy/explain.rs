@@ -8,6 +8,7 @@ use std::sync::Arc;
 use ::http::StatusCode;
 use serde::Serialize;
 
+use super::inbound::ILLEGAL_PORTS;
 use super::neighbour;
 use super::route::{Hop, HopKind, route};
 use super::state::{Phase, Shared};
@@ -120,7 +121,8 @@ pub fn explain(mesh: &Snapshot, facts: &impl NodeFacts, question: &Question) -> 
         Some(workload) => from_mesh(mesh, facts, workload, &source, &target, &mut explanation),
         None => from_outside(mesh, facts, &source, &target, &mut explanation),
     }
-    let passes = explanation.steps.iter().all(|step| step.passes);
+    let passes = explanation.steps.iter().all(|step| step.passes)
+        && (explanation.endpoints.is_empty() || explanation.endpoints.iter().any(|e| e.left_out.is_none()));
     let candidates = || explanation.endpoints.iter().filter(|e| e.left_out.is_none());
     let allowed = |e: &Endpoint| e.policy.as_ref().is_none_or(|decision| decision.is_allowed());
     explanation.outcome = match () {
@@ -148,7 +150,8 @@ fn from_mesh(
         }
     };
     to.step("capture", passes, text);
-    if target.dialled.ip().is_loopback() || workload.addresses.contains(&target.dialled.ip()) {
+    let to_itself = target.dialled.ip();
+    if to_itself.is_loopback() || to_itself.is_unspecified() || workload.addresses.contains(&to_itself) {
         to.step("route", true, "the pod's own address: not captured, it stays in the pod".to_owned());
         return;
     }
@@ -253,7 +256,9 @@ fn endpoint(
     identity: Option<&Identity>,
     source: &Source,
 ) -> Endpoint {
-    let judged = address.filter(|_| workload.protocol == TunnelProtocol::Hbone).map(|destination| {
+    let in_mesh = address.filter(|_| workload.protocol == TunnelProtocol::Hbone);
+    let taken = in_mesh.map(|address| address.port()).filter(|port| ILLEGAL_PORTS.contains(port));
+    let judged = in_mesh.map(|destination| {
         let source = source.address_for(destination.ip());
         let connection = Connection { identity: identity.cloned(), source, destination };
         evaluate(&policies_of(mesh, workload), &connection)
@@ -261,7 +266,7 @@ fn endpoint(
     Endpoint {
         workload: format!("{}/{}", workload.namespace, workload.name),
         address,
-        left_out: None,
+        left_out: taken.map(|port| format!("port {port} is the proxy's own")),
         certificate: facts.certificate(&workload.identity()).map(|state| state.text),
         policy: judged,
     }
@@ -297,7 +302,7 @@ impl Explanation {
             let is_in_mesh = workload.protocol == TunnelProtocol::Hbone;
             let identity = identity.filter(|_| is_in_mesh);
             let mut endpoint = endpoint(mesh, facts, &workload, fit.as_ref().ok().copied(), identity, source);
-            endpoint.left_out = fit.err().map(|reason| reason.to_string());
+            endpoint.left_out = fit.err().map(|reason| reason.to_string()).or(endpoint.left_out);
             self.endpoints.push(endpoint);
         }
     }

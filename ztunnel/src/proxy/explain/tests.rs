@@ -187,6 +187,21 @@ fn outside_the_mesh_connections_go_and_come_in_the_clear() {
 }
 
 #[test]
+fn the_proxys_own_ports_are_refused_and_a_pod_reaches_itself() {
+    let mesh = mesh(vec![]);
+    for (from, to) in [("shop/client", "10.0.0.2:15008"), ("192.0.2.1", "shop/web-a:15006")] {
+        let explanation = ask(&mesh, &node(), from, to).unwrap();
+        assert_eq!(explanation.outcome, Outcome::Refused, "{explanation}");
+        let reason = explanation.endpoints[0].left_out.as_deref().unwrap();
+        assert!(reason.ends_with("is the proxy's own"), "{reason}");
+    }
+    for to in ["0.0.0.0:80", "[::]:80", "127.0.0.1:80", "10.0.0.1:15008"] {
+        let explanation = ask(&mesh, &node(), "shop/client", to).unwrap();
+        assert!(step(&explanation, "route").text.contains("stays in the pod"), "{explanation}");
+    }
+}
+
+#[test]
 fn questions_that_cannot_be_answered_say_why() {
     let mesh = mesh(Vec::new());
     let refused = |from: &str, to: &str| ask(&mesh, &node(), from, to).unwrap_err();

@@ -174,7 +174,9 @@ fn connections_from_a_time_out_of_the_mesh_are_judged_when_the_pod_comes_back() 
     }
     shop.mesh().wait_in_mesh(&[&shop.far]);
     // It waits for a connection to end when its agent ends; the next one finds it wanted again.
-    let mut meshed = open(&shop.client, shop.far_service.at(80));
+    let beside = shop.tb.pod("shop/beside").on(shop.tb.node(1)).start();
+    shop.mesh().wait_in_mesh(&[&beside]);
+    let mut meshed = [open(&shop.client, shop.far_service.at(80)), open(&beside, shop.far.at(8080))];
     label(Some("none"));
     let mut older = in_the_clear();
     let node = shop.mesh().node(1);
@@ -182,7 +184,10 @@ fn connections_from_a_time_out_of_the_mesh_are_judged_when_the_pod_comes_back() 
     label(None);
     shop.mesh().start_agent(node);
     assert_eq!(older.time_to_end().0, End::Reset);
-    meshed.ask(b"has outlived it");
+    shop.mesh().wait_in_mesh(&[&shop.far]);
+    for stream in &mut meshed {
+        stream.ask(b"has outlived it, and is not taken for one in the clear");
+    }
 }
 
 /// Whatever order changes arrive in, there is no moment at which the client may pass: at each, some policy denies it.

@@ -5,6 +5,7 @@
 //! nor touch one that they allow.
 
 use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -162,9 +163,11 @@ impl Watched {
         let Some(watched) = self.0.get_mut(&pod.uid) else { return false };
         let (older, policies) = (watched.older.take(), watched.policies.clone());
         let is_last_call = is_late(shared, watched.undecided);
+        let neighbours = if older.is_none() { neighbours(shared, pod) } else { HashMap::new() };
         let inside = pod.clone();
         let work = tokio::task::spawn_blocking(move || {
-            let mut older = older.map_or_else(|| Older::find(&inside.netns), Ok)?;
+            let at = |ip: IpAddr| neighbours.get(&ip).map(|pod: &Arc<Pod>| &pod.netns);
+            let mut older = older.map_or_else(|| Older::find(&inside.netns, at), Ok)?;
             let looked = older.judge(&inside.netns, &policies, is_last_call)?;
             std::io::Result::Ok((older, looked))
         });
@@ -194,6 +197,14 @@ impl Watched {
             }
         }
     }
+}
+
+/// The other pods that are served here, by their addresses.
+fn neighbours(shared: &Shared, pod: &Pod) -> HashMap<IpAddr, Arc<Pod>> {
+    let mesh = shared.mesh.load();
+    let others = mesh.local_workloads().filter_map(|workload| Some((workload, shared.pod_of(workload)?)));
+    let others = others.filter(|(_, other)| other.uid != pod.uid);
+    others.flat_map(|(workload, other)| workload.addresses.iter().map(move |ip| (*ip, other.clone()))).collect()
 }
 
 /// Judges an open connection and orders its end if it is not allowed. `false`: undecided, and not `is_last_call`.

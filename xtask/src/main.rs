@@ -97,13 +97,18 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Test { filter } => check::run(filter.as_deref()),
         Command::Bench { args } => {
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            let help = args.iter().any(|arg| ["--help", "-h"].contains(arg));
-            // A release build takes long: not for a page of help.
-            let profile = if help { build::Profile::Dev } else { build::Profile::Release };
-            if !help {
+            let has =
+                |wanted: &[&str]| args.iter().any(|arg| wanted.iter().any(|one| arg.split('=').next() == Some(one)));
+            // A release build takes long: not for a page of help, nor to read a file.
+            let is_measured = !(has(&["--help", "-h", "help"]) || has(&["bill"]) && has(&["--from"]));
+            let profile = if is_measured { build::Profile::Release } else { build::Profile::Dev };
+            if is_measured {
                 packages::install(packages::ALL)?;
                 packages::fetch_envoy()?;
                 preflight::check()?;
+            }
+            if has(&["--report"]) {
+                packages::install(packages::REPORT)?;
             }
             build::binaries(profile)?;
             build::run("bench", profile, &args)

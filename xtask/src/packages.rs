@@ -29,7 +29,10 @@ pub const DEMO: &[Need] = &[
     need("curl", "curl"),
 ];
 
-/// For the whole check, and so for everything.
+/// For the plots of the bench's report, beside [everything](ALL).
+pub const REPORT: &[Need] = &[need("rsvg-convert", "librsvg2-bin"), need(FONT, "fonts-dejavu-core")];
+
+/// For the whole check, and so for everything but the report.
 pub const ALL: &[Need] = &[
     need("cc", "gcc"),
     need("/usr/include/stdlib.h", "libc6-dev"),
@@ -54,6 +57,9 @@ pub const EBPF: &[Need] = &[
     need("/usr/lib/rustlib/src/rust/library/core/Cargo.toml", "rust-web-src"),
     need("/usr/lib/llvm-22/bin/llvm-config", "llvm-22-dev"),
 ];
+
+/// What the plots' text is set in.
+const FONT: &str = "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf";
 
 /// A library that shows a process another time.
 const FAKETIME: &str = if cfg!(target_arch = "aarch64") {

@@ -14,7 +14,9 @@ pub enum Unit {
     CpuMs,
     Ms,
     CpuS,
+    S,
     Us,
+    CpuUs,
     Ns,
     PerSecond,
     Gbit,
@@ -29,7 +31,9 @@ impl Unit {
             Self::CpuMs => "CPU ms",
             Self::Ms => "ms",
             Self::CpuS => "CPU s",
+            Self::S => "s",
             Self::Us => "µs",
+            Self::CpuUs => "CPU µs",
             Self::Ns => "ns",
             Self::PerSecond => "1/s",
             Self::Gbit => "Gbit/s",
@@ -90,6 +94,10 @@ impl Figures {
                 added.into_iter().for_each(|value| self.put(path, name, Unit::Us, value));
             }
         }
+    }
+
+    pub fn names(&self) -> &[&'static str] {
+        &self.order
     }
 
     pub fn summary(&self, path: &str, name: &str) -> Option<Summary> {

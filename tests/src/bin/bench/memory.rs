@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use testbed::load::{Job, REQUESTS_PORT};
-use testbed::{Pod, wait_for};
+use testbed::{Daemon, Pod, wait_for};
 
 use crate::Cli;
 use crate::figures::{Figures, Unit};
 use crate::paths::{Bench, Path};
+use crate::scale::{Scale, sidecar_memory};
 
 pub const MB: f64 = 1e6;
 const KB: f64 = 1e3;
@@ -15,7 +16,7 @@ const KB: f64 = 1e3;
 const PODS: [usize; 4] = [0, 25, 50, 100];
 const CONNECTIONS: [usize; 4] = [0, 250, 500, 1000];
 
-pub fn memory(bench: &Bench, cli: &Cli, figures: &mut Figures) {
+pub fn memory(bench: &Bench, cli: &Cli, figures: &mut Figures, scale: &mut Scale) {
     if cli.wants(&["rss_idle_mb", "rss_per_pod_kb"]) {
         for path in &bench.paths {
             if let Some(idle) = at_rest(bench, *path) {
@@ -27,31 +28,37 @@ pub fn memory(bench: &Bench, cli: &Cli, figures: &mut Figures) {
             }
         }
     }
+    // Meanwhile what the agents' start needed goes back to the kernel.
+    sidecar_memory(bench, cli, scale);
     if bench.paths.contains(&Path::Mesh) {
         bench.enrol();
-        if cli.wants(&["rss_per_pod_kb"]) {
-            pods(bench, figures);
+        if cli.wants(&["rss_per_pod_kb"]) || cli.wants_scale() {
+            pods(bench, figures, scale);
         }
     }
-    if cli.wants(&["rss_per_idle_conn_kb"]) {
-        bench.paths.iter().for_each(|path| connections(bench, *path, figures));
+    if cli.wants(&["rss_per_idle_conn_kb"]) || cli.wants_scale() {
+        bench.paths.iter().for_each(|path| connections(bench, *path, figures, scale));
     }
 }
 
-fn pods(bench: &Bench, figures: &mut Figures) {
+fn pods(bench: &Bench, figures: &mut Figures, scale: &mut Scale) {
     let start = |i| bench.tb.pod(&format!("mesh/extra-{i}")).service_account(&format!("extra-{i}")).start();
     let mut pods: Vec<Pod> = Vec::new();
     let mut points = Vec::new();
     for count in PODS {
         pods.extend((pods.len()..count).map(start));
         bench.tb.mesh().wait_in_mesh(&pods.iter().collect::<Vec<_>>());
-        points.push((count, at_rest(bench, Path::Mesh).expect("the mesh has proxies")));
+        let memory = at_rest(bench, Path::Mesh).expect("the mesh has proxies");
+        scale.add(Path::Mesh, "memory_by_pods", "MB", &["pods"], &[count as f64], memory / MB);
+        let agent = rest(&[&bench.tb.mesh().node(0).agent]);
+        scale.add(Path::Mesh, "agent_memory_by_pods", "MB", &["pods"], &[count as f64], agent / MB);
+        points.push((count, memory));
     }
     figures.add(Path::Mesh, "rss_per_pod_kb", Unit::Kb, per_one(&points) / KB);
     pods.iter().for_each(Pod::delete);
 }
 
-fn connections(bench: &Bench, path: Path, figures: &mut Figures) {
+fn connections(bench: &Bench, path: Path, figures: &mut Figures, scale: &mut Scale) {
     let to = bench.to(path, REQUESTS_PORT);
     let mut held = Vec::new();
     let mut points: Vec<(usize, f64)> = Vec::new();
@@ -61,6 +68,7 @@ fn connections(bench: &Bench, path: Path, figures: &mut Figures) {
             held.push(bench.client(path).start_load(&Job::Idle { to, connections: more }));
         }
         let Some(memory) = at_rest(bench, path) else { return };
+        scale.add(path, "memory_by_connections", "MB", &["connections"], &[count as f64], memory / MB);
         points.push((count, memory));
     }
     figures.add(path, "rss_per_idle_conn_kb", Unit::Kb, per_one(&points) / KB);
@@ -72,17 +80,22 @@ fn per_one(points: &[(usize, f64)]) -> f64 {
     (after - before).max(0.0) / (last - first) as f64
 }
 
-/// Of the largest of the path's proxies, once it does not change any more; nothing where there is none.
+/// Of the largest of the path's proxies; nothing where there is none.
 fn at_rest(bench: &Bench, path: Path) -> Option<f64> {
     let proxies = bench.proxies(path);
-    // Which of the sides costs more is not the reader's concern.
-    let pss = || proxies.iter().map(|proxy| proxy.pss()).max().map(|bytes| bytes as f64);
-    let mut last = pss()?;
+    (!proxies.is_empty()).then(|| rest(&proxies))
+}
+
+/// Proportional set size of the largest of the processes, in bytes, once it does not change any more: which of the
+/// sides costs more is not the reader's concern.
+pub fn rest(processes: &[&Daemon]) -> f64 {
+    let pss = || processes.iter().map(|process| process.pss()).max().expect("there is a process") as f64;
+    let mut last = pss();
     wait_for("the memory to come to rest", || {
         std::thread::sleep(Duration::from_millis(500));
-        let now = pss()?;
+        let now = pss();
         let quiet = (now - last).abs() < 64e3;
         last = now;
-        quiet.then_some(Some(now))
+        quiet.then_some(now)
     })
 }

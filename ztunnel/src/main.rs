@@ -12,6 +12,11 @@ use ztunnel::telemetry::log::Logging;
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
+/// Within a second or two, and not ten: what a burst has left is not kept.
+// SAFETY: jemalloc reads a pointer to text that ends with a zero from this name; a slice begins with that pointer.
+#[unsafe(export_name = "_rjem_malloc_conf")]
+static ALLOCATOR_SETTINGS: &[u8] = b"dirty_decay_ms:1000,muzzy_decay_ms:0\0";
+
 #[derive(Parser)]
 #[command(name = "ztunnel", version, about = "The node's part of the Understory mesh")]
 struct Cli {

@@ -136,6 +136,8 @@ fn listen_on(address: SocketAddr) -> Result<OwnedFd, Errno> {
         sockopt::set_ipv6_v6only(&socket, false)?;
     }
     sockopt::set_socket_reuseaddr(&socket, true)?;
+    // Also for what waits here before a proxy sets up the rest.
+    sockopt::set_tcp_nodelay(&socket, true)?;
     net::bind(&socket, &address)?;
     net::listen(&socket, BACKLOG)?;
     Ok(socket)

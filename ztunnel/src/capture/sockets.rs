@@ -27,9 +27,14 @@ pub struct TcpSettings {
 }
 
 impl TcpSettings {
-    /// For a socket that was accepted.
-    pub fn apply(&self, socket: SockRef<'_>) -> io::Result<()> {
+    /// For a listening socket: what is accepted from then on has these settings from it. `by_others`: not by the pod's
+    /// own apps, which share our kernel and cannot be gone without its knowledge.
+    pub fn listen(&self, socket: SockRef<'_>, by_others: bool) -> io::Result<()> {
         socket.set_tcp_nodelay(true)?;
+        if by_others { self.keep_alive(socket) } else { Ok(()) }
+    }
+
+    fn keep_alive(&self, socket: SockRef<'_>) -> io::Result<()> {
         let keepalive = TcpKeepalive::new()
             .with_time(self.keepalive_time)
             .with_interval(self.keepalive_interval)
@@ -40,20 +45,23 @@ impl TcpSettings {
     /// Connects from inside the pod with the pod's own address. `marked`: iptables of another agent need our mark.
     pub async fn dial(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<TcpStream> {
         let to = with_link(pod, to)?;
-        self.connect(self.own_socket(pod, marked, to)?, to).await
+        let socket = self.own_socket(pod, marked, to)?;
+        self.keep_alive(SockRef::from(&socket))?;
+        self.connect(socket, to).await
     }
 
     /// The same to a peer's HBONE port. The other end always reads, so one that does not is dead; an app may pause for
     /// as long as it likes.
     pub async fn dial_tunnel(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<TcpStream> {
         let socket = self.own_socket(pod, marked, to)?;
+        self.keep_alive(SockRef::from(&socket))?;
         socket.set_tcp_user_timeout(Some(self.user_timeout))?;
         self.connect(socket, to).await
     }
 
     fn own_socket(&self, pod: &Netns, marked: bool, to: SocketAddr) -> io::Result<Socket> {
         let socket = pod.run(|| stream_socket(to))??;
-        self.apply(SockRef::from(&socket))?;
+        socket.set_tcp_nodelay(true)?;
         if marked {
             socket.set_mark(MARK)?;
         }
@@ -90,7 +98,7 @@ impl TcpSettings {
         app: SocketAddr,
     ) -> io::Result<TcpStream> {
         let socket = pod.run(|| stream_socket(app))??;
-        self.apply(SockRef::from(&socket))?;
+        socket.set_tcp_nodelay(true)?;
         socket.set_mark(MARK)?;
         socket.set_reuse_address(true)?;
         match client.ip() {
@@ -274,6 +282,24 @@ mod tests {
         for command in commands {
             let run = || std::process::Command::new("ip").args(command.split(' ')).status().unwrap();
             assert!(pod.run(run).unwrap().success(), "ip {command}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_accepted_has_its_settings_from_the_listener() {
+        let pod = fresh();
+        ip(&pod, &["link set lo up"]);
+        for by_others in [false, true] {
+            let listener = pod.run(|| TcpListener::bind("127.0.0.1:0").unwrap()).unwrap();
+            SETTINGS.listen(SockRef::from(&listener), by_others).unwrap();
+            let _client = SETTINGS.dial(&pod, false, listener.local_addr().unwrap()).await.unwrap();
+            let accepted = listener.accept().unwrap().0;
+            let accepted = SockRef::from(&accepted);
+            assert!(accepted.tcp_nodelay().unwrap());
+            assert_eq!(accepted.keepalive().unwrap(), by_others);
+            if by_others {
+                assert_eq!(accepted.tcp_keepalive_time().unwrap(), SETTINGS.keepalive_time);
+            }
         }
     }
 

@@ -245,6 +245,10 @@ impl TunnelRelay {
                 if !self.recv_ended {
                     return Poll::Pending;
                 }
+                if self.from_app_done {
+                    // The close that follows says it too.
+                    return Poll::Ready(Ok(()));
+                }
                 return Pin::new(&mut self.app.socket).poll_shutdown(cx).map_err(|e| self.app_failed(e));
             }
             let mut slices = [IoSlice::new(&[]); GATHER];

@@ -134,6 +134,10 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
             return;
         }
     };
+    let by_others = kind != Listener::Outbound;
+    if let Err(error) = worker.shared.tcp.listen(SockRef::from(&listener), by_others) {
+        tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot set a listener up");
+    }
     let leaving = pod.reached(Phase::Leaving);
     let stopping = worker.shared.shutdown.ordered();
     tokio::pin!(leaving, stopping);
@@ -188,10 +192,6 @@ impl Worker {
     }
 
     fn begin(self: &Rc<Self>, kind: Listener, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr) {
-        if let Err(error) = self.shared.tcp.apply(SockRef::from(&socket)) {
-            tracing::debug!(%error, %client, "a connection was gone before it was served");
-            return;
-        }
         let counter = match kind {
             Listener::Hbone => &self.own.tunnels,
             Listener::Outbound | Listener::Plaintext => &self.own.load,

@@ -54,6 +54,8 @@ pub struct Bill {
 /// The terms of the model, each as measured: memory in MB, CPU in cores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Model {
+    /// What all sidecars of a node share.
+    pub sidecar_program_mb: f64,
     pub sidecar_mb: f64,
     pub sidecar_mb_per_service: f64,
     pub sidecar_mb_per_endpoint: f64,
@@ -62,7 +64,7 @@ pub struct Model {
     pub sidecar_cores: f64,
     /// Of both sidecars on the way of a request.
     pub sidecar_cores_per_rps: f64,
-    /// Of one node's proxy and agent.
+    /// Of one node's proxy and agent, with the program that they share.
     pub node_mb: f64,
     pub node_mb_per_pod: f64,
     pub node_mb_per_workload: f64,
@@ -86,13 +88,14 @@ impl Model {
         // Noise must not make anything cheaper than free.
         let least = |value: f64| value.max(0.0);
         Ok(Self {
+            sidecar_program_mb: fit(Path::Sidecar, "program_memory")?.base,
             sidecar_mb: services.base,
             sidecar_mb_per_service: least(services.slopes[0]),
             sidecar_mb_per_endpoint: least(services.slopes[1]),
             sidecar_mb_per_connection: least(fit(Path::Sidecar, "memory_by_connections")?.slopes[0]),
             sidecar_cores: least(sidecar_cpu.base / 2.0),
             sidecar_cores_per_rps: least(sidecar_cpu.slopes[0]),
-            node_mb: pods.base + agent.base,
+            node_mb: pods.base + agent.base + fit(Path::Mesh, "program_memory")?.base,
             node_mb_per_pod: least(pods.slopes[0]) + least(agent.slopes[0]),
             node_mb_per_workload: least(workloads.slopes[0]),
             node_mb_per_service: least(workloads.slopes[1]),
@@ -117,7 +120,7 @@ impl Model {
         Bill {
             sidecars: need(
                 pods * self.sidecar_cores + cluster.rps * self.sidecar_cores_per_rps,
-                pods * of_one_sidecar + connections * self.sidecar_mb_per_connection,
+                nodes * self.sidecar_program_mb + pods * of_one_sidecar + connections * self.sidecar_mb_per_connection,
             ),
             mesh: need(
                 nodes * self.node_cores + cluster.rps * self.node_cores_per_rps,
@@ -129,6 +132,7 @@ impl Model {
     /// For the page's own arithmetic, and for whoever reads the file.
     pub fn to_json(self) -> Value {
         json!({
+            "sidecar_program_mb": self.sidecar_program_mb,
             "sidecar_mb": self.sidecar_mb,
             "sidecar_mb_per_service": self.sidecar_mb_per_service,
             "sidecar_mb_per_endpoint": self.sidecar_mb_per_endpoint,
@@ -210,6 +214,7 @@ mod tests {
     use super::*;
 
     const MODEL: Model = Model {
+        sidecar_program_mb: 50.0,
         sidecar_mb: 20.0,
         sidecar_mb_per_service: 0.1,
         sidecar_mb_per_endpoint: 0.001,
@@ -240,9 +245,9 @@ mod tests {
         let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-9, "{a} is not {b}");
         // 1,000 × 0.001 + 5,000 × 0.0003
         near(sidecars.cores, 2.5);
-        // 1,000 × (20 + 100 × 0.1 + 1,000 × 0.001) + 20,000 × 0.05 MB
-        near(sidecars.gigabytes, 32.0);
-        near(sidecars.cost, 2.5 * 20.0 + 32.0 * 2.0);
+        // 10 × 50 + 1,000 × (20 + 100 × 0.1 + 1,000 × 0.001) + 20,000 × 0.05 MB
+        near(sidecars.gigabytes, 32.5);
+        near(sidecars.cost, 2.5 * 20.0 + 32.5 * 2.0);
         // 10 × 0.002 + 5,000 × 0.00006
         near(mesh.cores, 0.32);
         // 10 × (20 + 1,000 × 0.0004 + 100 × 0.002) + 1,000 × 0.02 + 20,000 × 0.002 MB

@@ -111,10 +111,10 @@ impl Figures {
         self.summary(path, name).map(|summary| summary.median)
     }
 
-    /// The mesh's median over that of another path.
+    /// The mesh's median over that of another path; nothing where that is lost in the noise.
     pub fn ratio(&self, name: &str, to: Path) -> Option<f64> {
         let (mesh, other) = (self.median_of(Path::Mesh.name(), name)?, self.median_of(to.name(), name)?);
-        (other != 0.0).then_some(mesh / other)
+        (other > 0.0 && mesh >= 0.0).then_some(mesh / other)
     }
 
     pub fn titled(&self, name: &str) -> String {
@@ -202,7 +202,7 @@ pub fn marks_text(musts: &[Judged], aim: Option<&Judged>) -> String {
         let verdict = match judged.met {
             Some(true) => "met",
             Some(false) => "MISSED",
-            None => "not measured",
+            None => "no verdict",
         };
         format!("{} {verdict}", judged.mark)
     };

@@ -64,7 +64,7 @@ pub fn measure(cli: &Cli, figures: &mut Figures, scale: &mut Scale) {
                 stream
             })
             .collect();
-        figures.add(Path::Mesh, "workloads_ondemand_mb", Unit::Mb, rest(&[&node.proxy]) / MB);
+        figures.add(Path::Mesh, "workloads_ondemand_mb", Unit::Mb, rest(&[&node.proxy]).pss / MB);
         drop(held);
     }
     for size in SIZES.into_iter().filter(|size| cli.wants_scale() || *size == LARGE) {
@@ -76,12 +76,12 @@ pub fn measure(cli: &Cli, figures: &mut Figures, scale: &mut Scale) {
         source.wait_taken(node.name());
         let memory = rest(&[&node.proxy]);
         let parts = [size.workloads as f64, size.services as f64];
-        scale.add(Path::Mesh, "memory_by_workloads", "MB", &["workloads", "services"], &parts, memory / MB);
+        scale.add(Path::Mesh, "memory_by_workloads", "MB", &["workloads", "services"], &parts, memory.anonymous / MB);
         if size == LARGE {
-            figures.add(Path::Mesh, "workloads_100k_mb", Unit::Mb, memory / MB);
+            figures.add(Path::Mesh, "workloads_100k_mb", Unit::Mb, memory.pss / MB);
             // Pages of files are shared and stay: what the set was larger at its peak, the share of this process was.
             let status = process::status(node.proxy.pid());
-            let peak = memory + (status.highest - status.resident);
+            let peak = memory.pss + (status.highest - status.resident);
             figures.add(Path::Mesh, "workloads_100k_peak_mb", Unit::Mb, peak / MB);
         }
     }

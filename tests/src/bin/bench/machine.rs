@@ -14,7 +14,7 @@ pub fn machine() -> &'static Value {
 pub fn line() -> String {
     let text = |key: &str| MACHINE[key].as_str().unwrap_or_default();
     format!(
-        "{} cores, {}, {} GB, Linux {}, TCP {}, {} build of {}, Envoy {}",
+        "{} cores, {}, {} GB, Linux {}, TCP {}, {} build of {}, Envoy {}, load before {}",
         MACHINE["cores"],
         text("cpu"),
         MACHINE["memory_gb"],
@@ -23,6 +23,7 @@ pub fn line() -> String {
         text("build"),
         text("understory"),
         text("envoy"),
+        text("load_before"),
     )
 }
 
@@ -39,6 +40,7 @@ static MACHINE: LazyLock<Value> = LazyLock::new(|| {
         "memory_gb": (total.unwrap_or(0.0_f64) / 1e6).round(),
         "kernel": read("/proc/sys/kernel/osrelease"),
         "tcp_congestion_control": read("/proc/sys/net/ipv4/tcp_congestion_control"),
+        // As it was before the first measurement: this is read then.
         "load_before": read("/proc/loadavg").split(' ').next().unwrap_or_default(),
         "build": if cfg!(debug_assertions) { "debug" } else { "release" },
         "understory": env!("CARGO_PKG_VERSION"),

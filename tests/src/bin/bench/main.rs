@@ -150,6 +150,7 @@ fn measure_all(cli: &Cli) -> Result<(Figures, Scale)> {
     if cfg!(debug_assertions) {
         eprintln!("warning: not a release build; `cargo xtask bench` makes one");
     }
+    eprintln!("{}", machine::line());
     let (mut figures, mut scale) = (Figures::default(), Scale::default());
     // First, while this process is small.
     policy::memory(cli, &mut figures);

@@ -18,7 +18,8 @@ pub enum Mark {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Judged {
     pub mark: String,
-    /// Nothing if what it is held against was not measured.
+    /// Nothing if what it is held against was not measured, or is lost in the noise: what a path adds can come out
+    /// negative.
     pub met: Option<bool>,
 }
 
@@ -42,11 +43,9 @@ pub fn judge(figures: &Figures, name: &str) -> (Vec<Judged>, Option<Judged>) {
 
 fn judge_one(figures: &Figures, name: &str, mark: Mark) -> Judged {
     let (text, limit, is_most) = match mark {
-        Mark::Times(times, path) => (
-            format!("≤ {times} × {}", path.name()),
-            figures.median_of(path.name(), name).map(|value| value * times),
-            true,
-        ),
+        Mark::Times(times, path) => {
+            (format!("≤ {times} × {}", path.name()), limit_of(figures, path, name).map(|value| value * times), true)
+        }
         Mark::Beside(times, other, more) => {
             let value = figures.median_of(Path::Mesh.name(), other);
             let text = match (times, more) {
@@ -61,6 +60,12 @@ fn judge_one(figures: &Figures, name: &str, mark: Mark) -> Judged {
     let mesh = figures.median_of(Path::Mesh.name(), name);
     let met = mesh.zip(limit).map(|(mesh, limit)| if is_most { mesh <= limit } else { mesh >= limit });
     Judged { mark: text, met }
+}
+
+/// What the mesh is held against; nothing if either is lost in the noise.
+fn limit_of(figures: &Figures, path: Path, name: &str) -> Option<f64> {
+    let [mesh, other] = [Path::Mesh, path].map(|path| figures.median_of(path.name(), name));
+    mesh.filter(|value| *value > 0.0).and(other).filter(|value| *value > 0.0)
 }
 
 const BULK_RELAY: Mark = Mark::Times(1.7, Path::Relay);
@@ -140,5 +145,8 @@ mod tests {
         figures.put("mesh", "cold_identity_ms", Unit::Ms, 26.0);
         assert_eq!(judge(&figures, "cold_identity_ms").0[0].met, Some(false));
         assert!(judge(&figures, "rps_saturation").0.is_empty());
+        figures.put("mesh", "p99_added_us_at_1000rps", Unit::Us, -20.0);
+        figures.put("relay", "p99_added_us_at_1000rps", Unit::Us, -10.0);
+        assert_eq!(judge(&figures, "p99_added_us_at_1000rps").0[0].met, None, "noise is no yardstick");
     }
 }

@@ -8,6 +8,7 @@ use testbed::{Daemon, Pod, wait_for};
 use crate::Cli;
 use crate::figures::{Figures, Unit};
 use crate::paths::{Bench, Path};
+use crate::process::{self, InMemory};
 use crate::scale::{Scale, sidecar_memory};
 
 pub const MB: f64 = 1e6;
@@ -17,13 +18,14 @@ const PODS: [usize; 4] = [0, 25, 50, 100];
 const CONNECTIONS: [usize; 4] = [0, 250, 500, 1000];
 
 pub fn memory(bench: &Bench, cli: &Cli, figures: &mut Figures, scale: &mut Scale) {
-    if cli.wants(&["rss_idle_mb", "rss_per_pod_kb"]) {
+    if cli.wants(&["rss_idle_mb", "rss_per_pod_kb"]) || cli.wants_scale() {
         for path in &bench.paths {
             if let Some(idle) = at_rest(bench, *path) {
-                figures.add(*path, "rss_idle_mb", Unit::Mb, idle / MB);
+                figures.add(*path, "rss_idle_mb", Unit::Mb, idle.pss / MB);
+                scale.add(*path, "program_memory", "MB", &[], &[], idle.file / MB);
                 if *path == Path::Sidecar {
                     // Every pod has a whole one.
-                    figures.add(*path, "rss_per_pod_kb", Unit::Kb, idle / KB);
+                    figures.add(*path, "rss_per_pod_kb", Unit::Kb, idle.pss / KB);
                 }
             }
         }
@@ -49,10 +51,10 @@ fn pods(bench: &Bench, figures: &mut Figures, scale: &mut Scale) {
         pods.extend((pods.len()..count).map(start));
         bench.tb.mesh().wait_in_mesh(&pods.iter().collect::<Vec<_>>());
         let memory = at_rest(bench, Path::Mesh).expect("the mesh has proxies");
-        scale.add(Path::Mesh, "memory_by_pods", "MB", &["pods"], &[count as f64], memory / MB);
+        scale.add(Path::Mesh, "memory_by_pods", "MB", &["pods"], &[count as f64], memory.anonymous / MB);
         let agent = rest(&[&bench.tb.mesh().node(0).agent]);
-        scale.add(Path::Mesh, "agent_memory_by_pods", "MB", &["pods"], &[count as f64], agent / MB);
-        points.push((count, memory));
+        scale.add(Path::Mesh, "agent_memory_by_pods", "MB", &["pods"], &[count as f64], agent.anonymous / MB);
+        points.push((count, memory.pss));
     }
     figures.add(Path::Mesh, "rss_per_pod_kb", Unit::Kb, per_one(&points) / KB);
     pods.iter().for_each(Pod::delete);
@@ -68,8 +70,8 @@ fn connections(bench: &Bench, path: Path, figures: &mut Figures, scale: &mut Sca
             held.push(bench.client(path).start_load(&Job::Idle { to, connections: more }));
         }
         let Some(memory) = at_rest(bench, path) else { return };
-        scale.add(path, "memory_by_connections", "MB", &["connections"], &[count as f64], memory / MB);
-        points.push((count, memory));
+        scale.add(path, "memory_by_connections", "MB", &["connections"], &[count as f64], memory.anonymous / MB);
+        points.push((count, memory.pss));
     }
     figures.add(path, "rss_per_idle_conn_kb", Unit::Kb, per_one(&points) / KB);
 }
@@ -81,20 +83,23 @@ fn per_one(points: &[(usize, f64)]) -> f64 {
 }
 
 /// Of the largest of the path's proxies; nothing where there is none.
-fn at_rest(bench: &Bench, path: Path) -> Option<f64> {
+fn at_rest(bench: &Bench, path: Path) -> Option<InMemory> {
     let proxies = bench.proxies(path);
     (!proxies.is_empty()).then(|| rest(&proxies))
 }
 
-/// Proportional set size of the largest of the processes, in bytes, once it does not change any more: which of the
-/// sides costs more is not the reader's concern.
-pub fn rest(processes: &[&Daemon]) -> f64 {
-    let pss = || processes.iter().map(|process| process.pss()).max().expect("there is a process") as f64;
-    let mut last = pss();
+/// What the largest of the processes has in memory, once it does not change any more: which of the sides costs more is
+/// not the reader's concern.
+pub fn rest(processes: &[&Daemon]) -> InMemory {
+    let largest = || {
+        let all = processes.iter().map(|process| process::in_memory(process.pid()));
+        all.max_by(|a, b| a.pss.total_cmp(&b.pss)).expect("there is a process")
+    };
+    let mut last = largest();
     wait_for("the memory to come to rest", || {
         std::thread::sleep(Duration::from_millis(500));
-        let now = pss();
-        let quiet = (now - last).abs() < 64e3;
+        let now = largest();
+        let quiet = (now.pss - last.pss).abs() < 64e3;
         last = now;
         quiet.then_some(now)
     })

@@ -1,4 +1,7 @@
 //! The scale model: memory and CPU at several sizes of what they grow with, for sidecars and for the mesh.
+//!
+//! Memory is a process' own (anonymous); what a node's processes share, the pages of their program, counts once a node.
+//! PSS would depend on how many of a kind happen to run on this machine.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +19,8 @@ use crate::paths::{Bench, Path, sidecar};
 /// What `--only` calls the model.
 pub const NAME: &str = "scale";
 /// Requests per second through one pair of proxies.
-const RATES: [u32; 5] = [0, 250, 500, 1000, 2000];
+const RATES: [u32; 4] = [250, 500, 1000, 2000];
+const IDLE: Duration = Duration::from_secs(6);
 /// Services that a sidecar is told of, and endpoints of each.
 const SERVICES: [(usize, usize); 4] = [(0, 0), (100, 10), (300, 10), (300, 30)];
 
@@ -117,20 +121,19 @@ pub fn measure(bench: &Bench, cli: &Cli, scale: &mut Scale) {
     }
     eprintln!("measuring at several sizes");
     let time = Duration::from_millis(if cli.quick { 1500 } else { 5000 });
-    for path in bench.paths.iter().filter(|path| **path != Path::Direct) {
-        let (talk, port) = Bench::talk(*path);
-        let to = bench.to(*path, port);
-        for per_second in RATES {
-            let (seconds, cpu) = if per_second == 0 {
-                let before = bench.cpu(*path);
-                std::thread::sleep(time);
-                (time.as_secs_f64(), (bench.cpu(*path) - before).as_secs_f64())
-            } else {
-                let job = Job::Rate { to, talk, connections: 16, per_second, time };
-                let (got, cpu) = run(bench, *path, &job);
-                (got.seconds, cpu)
-            };
-            scale.add_cpu(*path, f64::from(per_second), cpu / seconds);
+    let paths: Vec<Path> = bench.paths.iter().copied().filter(|path| *path != Path::Direct).collect();
+    // Nobody talks on any path: one window for all, and a long one, since a cluster multiplies what little this is.
+    let before: Vec<Duration> = paths.iter().map(|path| bench.cpu(*path)).collect();
+    std::thread::sleep(IDLE);
+    for (path, before) in paths.iter().zip(before) {
+        scale.add_cpu(*path, 0.0, (bench.cpu(*path) - before).as_secs_f64() / IDLE.as_secs_f64());
+    }
+    for per_second in RATES {
+        for path in &paths {
+            let (talk, port) = Bench::talk(*path);
+            let to = bench.to(*path, port);
+            let (got, cpu) = run(bench, *path, &Job::Rate { to, talk, connections: 16, per_second, time });
+            scale.add_cpu(*path, f64::from(per_second), cpu / got.seconds);
         }
     }
 }
@@ -148,7 +151,7 @@ pub fn sidecar_memory(bench: &Bench, cli: &Cli, scale: &mut Scale) {
         let place = pod.beside(&format!("sidecar-{number}"));
         let name = format!("sidecar-size-{number}");
         let envoy = sidecar(&bench.tb, &name, &place, (&authority, &leaf, &identity), (services, endpoints));
-        let memory = rest(&[envoy.daemon()]) / MB;
+        let memory = rest(&[envoy.daemon()]).anonymous / MB;
         let size = [services as f64, (services * endpoints) as f64];
         scale.add(Path::Sidecar, "memory_by_services", "MB", &["services", "endpoints"], &size, memory);
         envoy.daemon().kill9();

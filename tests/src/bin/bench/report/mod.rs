@@ -82,16 +82,27 @@ fn scale_plots(scale: &Scale) -> Vec<Plot> {
     };
     add("cpu_by_rate", "CPU of all proxies of a path", ("requests/s", "busy cores"), of("cpu_by_rate", 0));
     let connections = of("memory_by_connections", 0);
-    add("memory_by_connections", "Memory of one proxy by open connections", ("connections", "MB, PSS"), connections);
+    add(
+        "memory_by_connections",
+        "Memory of one proxy by open connections",
+        ("connections", "MB of its own"),
+        connections,
+    );
     let mut pods = of("memory_by_pods", 0);
     if let (Some(sidecar), false) = (scale.fit(Path::Sidecar, "memory_by_services"), pods.is_empty()) {
         let line = [0.0, 100.0].map(|pods| (pods, pods * sidecar.base)).to_vec();
         pods.push(Curve { name: "sidecars".to_owned(), dots: Vec::new(), line });
     }
-    add("memory_by_pods", "Memory of a node's proxies by pods, without traffic", ("pods on the node", "MB, PSS"), pods);
+    add(
+        "memory_by_pods",
+        "Memory of a node's proxies by pods, without traffic",
+        ("pods on the node", "MB of their own"),
+        pods,
+    );
     let mut workloads = of("memory_by_workloads", 0);
     workloads.extend(curve(scale, Path::Sidecar, "memory_by_services", 1));
-    let axes = ("workloads that it is told of", "MB, PSS; the mesh has one proxy per node, sidecars are one per pod");
+    let axes =
+        ("workloads that it is told of", "MB of its own; the mesh has one proxy per node, sidecars are one per pod");
     add("memory_by_workloads", "Memory of one proxy by the size of the cluster", axes, workloads);
     plots
 }
@@ -161,6 +172,9 @@ mod tests {
             for path in [Path::Sidecar, Path::Mesh] {
                 scale.add(path, "cpu_by_rate", "cores", &["requests/s"], &[size], 0.001 * size);
                 scale.add(path, "memory_by_connections", "MB", &["connections"], &[size], 8.0 + 0.01 * size);
+            }
+            for path in [Path::Sidecar, Path::Mesh] {
+                scale.add(path, "program_memory", "MB", &[], &[], 9.0);
             }
             for name in ["memory_by_pods", "agent_memory_by_pods"] {
                 scale.add(Path::Mesh, name, "MB", &["pods"], &[size], 8.0 + 0.02 * size);

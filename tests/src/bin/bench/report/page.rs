@@ -70,7 +70,7 @@ fn mark(judged: &Judged) -> String {
     let (class, verdict) = match judged.met {
         Some(true) => ("met", "met"),
         Some(false) => ("missed", "missed"),
-        None => ("unknown", "not measured"),
+        None => ("unknown", "no verdict"),
     };
     format!("<span class=\"{class}\">{}: {verdict}</span>", escape(&judged.mark))
 }
@@ -149,7 +149,7 @@ function bill() {
   const need = (cores, mb) => [cores, mb / 1000, cores * value('vcpu') + mb / 1000 * value('gb')];
   const sidecars = need(
     pods * m.sidecar_cores + rps * m.sidecar_cores_per_rps,
-    pods * (m.sidecar_mb + m.sidecar_mb_per_service * services + m.sidecar_mb_per_endpoint * pods)
+    nodes * m.sidecar_program_mb + pods * (m.sidecar_mb + m.sidecar_mb_per_service * services + m.sidecar_mb_per_endpoint * pods)
       + open * m.sidecar_mb_per_connection);
   const mesh = need(
     nodes * m.node_cores + rps * m.node_cores_per_rps,

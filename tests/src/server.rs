@@ -199,7 +199,15 @@ fn converse(shared: &Shared, number: usize, mut stream: TcpStream) {
     };
     let end = match end {
         Ok(end) => Some(end),
-        Err(e) if matches!(e.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => Some(End::Reset),
+        // Aborted: the kernel was told to end it.
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted
+            ) =>
+        {
+            Some(End::Reset)
+        }
         Err(_) => None,
     };
     shared.seen.lock().unwrap()[number].end = end;

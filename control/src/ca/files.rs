@@ -47,13 +47,24 @@ pub(crate) fn beside(path: &Path) -> io::Result<PathBuf> {
 pub(crate) fn sweep_unfinished(dir: &Path) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for entry in entries.flatten() {
-        let is_ours = entry.file_name().to_str().is_some_and(|n| n.starts_with('.') && n.ends_with(UNFINISHED));
+        let is_ours = entry.file_name().to_str().is_some_and(is_beside);
         let age = entry.metadata().and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
         if is_ours && age.is_ok_and(|age| age > LONGEST_WRITE) {
             // Only space is lost if it stays.
             let _ = fs::remove_file(entry.path());
         }
     }
+}
+
+/// Whether it is a name as [`beside`] makes them.
+fn is_beside(name: &str) -> bool {
+    let parts = name.strip_prefix('.').and_then(|name| name.strip_suffix(UNFINISHED));
+    let Some((_, (process, number))) =
+        parts.and_then(|name| name.rsplit_once('.')).and_then(|(of, ours)| Some((of, ours.split_once('-')?)))
+    else {
+        return false;
+    };
+    process.bytes().all(|b| b.is_ascii_digit()) && number.len() == 16 && number.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
 /// A rename lasts once the folder has been written.

@@ -88,6 +88,17 @@ impl<K: Plain, V: Plain> BpfMap<K, V> {
         bpf(BPF_MAP_UPDATE_ELEM, &attr).map(|_| ())
     }
 
+    /// Adds an entry where there is none; whether there was none.
+    pub fn add(&self, key: &K, value: &V) -> io::Result<bool> {
+        let fd = self.fd.as_raw_fd() as u32;
+        let attr = Element { map_fd: fd, _pad: 0, key: address(key), value: address(value), flags: BPF_NOEXIST };
+        match bpf(BPF_MAP_UPDATE_ELEM, &attr) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Whether there was an entry.
     pub fn remove(&self, key: &K) -> io::Result<bool> {
         let attr = Element { map_fd: self.fd.as_raw_fd() as u32, _pad: 0, key: address(key), value: 0, flags: 0 };
@@ -314,6 +325,7 @@ struct MapInfo {
 
 const BPF_MAP_LOOKUP_ELEM: u32 = 1;
 const BPF_MAP_UPDATE_ELEM: u32 = 2;
+const BPF_NOEXIST: u64 = 1;
 const BPF_MAP_DELETE_ELEM: u32 = 3;
 const BPF_MAP_GET_NEXT_KEY: u32 = 4;
 const BPF_OBJ_PIN: u32 = 6;

@@ -35,9 +35,12 @@ impl PassMap {
     }
 
     /// Lets the connection from `remote` to the app at `local` in this netns through, until [`PassMap::remove`], at
-    /// most for [`ebpf::PASS_TTL_NS`]: the dial must be given up earlier.
+    /// most for [`ebpf::PASS_TTL_NS`]: the dial must be given up earlier. `AddrInUse`: another dial has this entry.
     pub fn insert(&self, netns: u64, remote: SocketAddr, local: SocketAddr) -> io::Result<()> {
-        self.0.set(&tuple(netns, remote, local), &monotonic_ns())
+        match self.0.add(&tuple(netns, remote, local), &monotonic_ns())? {
+            true => Ok(()),
+            false => Err(io::ErrorKind::AddrInUse.into()),
+        }
     }
 
     /// Whether the connection has come to this netns.

@@ -34,7 +34,8 @@ impl TcpSettings {
         if by_others { self.keep_alive(socket) } else { Ok(()) }
     }
 
-    fn keep_alive(&self, socket: SockRef<'_>) -> io::Result<()> {
+    /// For a socket that was accepted before its listener was set up.
+    pub fn keep_alive(&self, socket: SockRef<'_>) -> io::Result<()> {
         let keepalive = TcpKeepalive::new()
             .with_time(self.keepalive_time)
             .with_interval(self.keepalive_interval)
@@ -114,34 +115,44 @@ impl TcpSettings {
     }
 
     /// Connects from inside a pod, with its address `from`, to an app of another pod of this node, past that one's
-    /// listeners. Nothing: the address is not the first pod's, or what answered is not in the second one's namespace.
-    pub async fn dial_neighbour(
+    /// listeners. `begin` hears of each address that it is tried from; what it gives comes back with the connection.
+    pub async fn dial_neighbour<G>(
         &self,
         (pod, from): (&Netns, IpAddr),
         marked: bool,
         pass: &Arc<PassMap>,
         (netns, app): (u64, SocketAddr),
-    ) -> io::Result<Option<(TcpStream, SocketAddr)>> {
+        begin: impl Fn(SocketAddr) -> G,
+    ) -> io::Result<Dialled<G>> {
         let mut refused = io::Error::from(io::ErrorKind::AddrInUse);
         for _ in 0..BIND_TRIES {
             let from = SocketAddr::new(from, random_port());
             let socket = self.own_socket(pod, marked, app)?;
+            // What goes from pod to pod crosses the node's network, which may come to drop it.
+            self.keep_alive(SockRef::from(&socket))?;
             socket.set_reuse_address(true)?;
             match socket.bind(&from.into()) {
                 Ok(()) => {}
-                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => return Ok(Dialled::NotOurAddress),
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                     refused = error;
                     continue;
                 }
                 Err(error) => return Err(error),
             }
-            let mut entry = PassEntry::new(pass.clone(), netns, from, app)?;
+            let mut entry = match PassEntry::new(pass.clone(), netns, from, app) {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                    refused = error;
+                    continue;
+                }
+                entry => entry?,
+            };
+            let begun = begin(from);
             match self.connect(socket, app).await {
-                Ok(connected) if entry.end()? => return Ok(Some((connected, from))),
+                Ok(connected) if entry.end()? => return Ok(Dialled::Connected(connected, from, begun)),
                 Ok(stranger) => {
                     SockRef::from(&stranger).set_linger(Some(Duration::ZERO))?;
-                    return Ok(None);
+                    return Ok(Dialled::Stranger);
                 }
                 // The same pair of ports is in use.
                 Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => refused = error,
@@ -158,6 +169,17 @@ impl TcpSettings {
             Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer in {:?}", self.connect_timeout))),
         }
     }
+}
+
+/// What became of a dial to a neighbour.
+#[derive(Debug)]
+pub enum Dialled<G> {
+    /// It has come to the neighbour's namespace: the connection and its own address.
+    Connected(TcpStream, SocketAddr, G),
+    /// Somebody else has answered at the neighbour's address.
+    Stranger,
+    /// The address to dial from is not that pod's.
+    NotOurAddress,
 }
 
 /// An entry of the pass map for as long as a dial takes.

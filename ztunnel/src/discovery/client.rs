@@ -42,6 +42,7 @@ struct Session<'a> {
     /// Responses that wait for what belongs to them, and how many bytes they are.
     early: Vec<(Kind, DeltaDiscoveryResponse)>,
     early_bytes: u64,
+    early_since: Option<Instant>,
     /// A stream older than this is opened anew, so that nothing can stay wrong for ever.
     max_age: Duration,
 }
@@ -137,6 +138,7 @@ async fn session(control_plane: &ControlPlane, discovery: &Discovery, held: &mut
         answered: Vec::new(),
         early: Vec::new(),
         early_bytes: 0,
+        early_since: None,
         max_age: settings.max_stream_age.mul_f64(random::factor(0.1)),
     };
     session.serve(stream).await
@@ -164,7 +166,7 @@ impl Session<'_> {
 
     /// Applies a response and says so to the server.
     fn take(&mut self, response: DeltaDiscoveryResponse) -> Result<(), End> {
-        let bytes: u64 = response.resources.iter().map(|r| r.encoded_len() as u64).sum();
+        let bytes = response.encoded_len() as u64;
         self.discovery.shared.message(&response.type_url, bytes);
         if response.type_url == trust::BUNDLE {
             return self.hear_roots(&response);
@@ -183,13 +185,16 @@ impl Session<'_> {
         let goes_on = messages::goes_on(&response);
         self.early.push((kind, response));
         self.early_bytes += bytes;
+        self.early_since.get_or_insert_with(Instant::now);
         // What is held from before is changed by the first answers on records and policies at once, and by all parts of a
         // later change: between them a policy could apply to nobody, or neither of two that take each other's place.
         let is_again = self.discovery.mesh.load().policies().is_complete();
-        if is_again && (goes_on || !self.missing().is_empty()) && self.early_bytes <= MAX_EARLY {
+        let is_little = self.early_bytes <= MAX_EARLY && self.early.len() < MAX_EARLY_MESSAGES;
+        if is_again && (goes_on || !self.missing().is_empty()) && is_little {
             return Ok(());
         }
         self.early_bytes = 0;
+        self.early_since = None;
         let early = std::mem::take(&mut self.early);
         let responses: Vec<_> = early.iter().map(|(kind, response)| (*kind, response)).collect();
         let applied = self.held.apply(&responses, &self.discovery.mesh, self.subscriptions.as_mut());
@@ -283,6 +288,10 @@ impl Session<'_> {
             let purged = self.held.purge(mesh);
             tracing::info!(purged, "removed what the control plane no longer mentions");
         }
+        // What waits changes nothing, and may be a policy that denies.
+        if self.early_since.is_some_and(|since| since.elapsed() > limit) {
+            return Err(End::error(format!("the rest of a change has not come within {limit:?}")));
+        }
         if settings.on_demand && demand.oldest_pending().is_some_and(|age| age > limit) {
             return Err(End::error(format!("a name that we asked for was not answered within {limit:?}")));
         }
@@ -341,6 +350,8 @@ const REPROACHES: [&str; 2] = ["too_many_pings", "calm"];
 const MAX_MESSAGE: usize = 200 << 20;
 /// Bytes of responses that wait for what belongs to them; more are applied as they come.
 const MAX_EARLY: u64 = 16 << 20;
+/// The same in messages: all are acknowledged at once.
+const MAX_EARLY_MESSAGES: usize = REQUESTS / 4;
 /// Requests that may wait for the server.
 const REQUESTS: usize = 1024;
 /// How often the state of the stream is looked at.

@@ -299,12 +299,12 @@ impl Store {
         self.0.lock().get(identity).is_some_and(|entry| entry.denied)
     }
 
-    /// All identities that are known here, in order.
-    /// One of them.
+    /// What is known of an identity.
     pub fn state(&self, identity: &Identity) -> Option<IdentityState> {
         self.0.lock().get(identity).map(|entry| entry.state(identity))
     }
 
+    /// All identities that are known here, in order.
     pub fn states(&self) -> Vec<IdentityState> {
         let entries = self.0.lock();
         let mut states: Vec<_> = entries.iter().map(|(identity, entry)| entry.state(identity)).collect();

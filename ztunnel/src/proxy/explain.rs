@@ -46,7 +46,7 @@ pub trait NodeFacts {
     /// How far the node's proxy serves the pod; nothing if it does not.
     fn phase(&self, workload: &Workload) -> Option<Phase>;
     /// Whether the proxy reaches the hop's pod without a tunnel, because it serves that one too.
-    fn attests(&self, hop: &Hop) -> bool;
+    fn attests(&self, source: &Workload, hop: &Hop) -> bool;
     /// The state of an identity's certificate; nothing if this proxy does not hold it.
     fn certificate(&self, identity: &Identity) -> Option<CertificateState>;
 }
@@ -168,7 +168,7 @@ fn from_mesh(
         HopKind::Hbone { tunnel, authority, expected } => {
             let names: Vec<_> = expected.iter().map(ToString::to_string).collect();
             let names = names.join(" or ");
-            let text = match facts.attests(&hop) {
+            let text = match facts.attests(workload, &hop) {
                 true => format!("{authority} on this node, without a tunnel; the kernel attests that it is {names}"),
                 false => format!("HBONE to {tunnel}, CONNECT {authority}; the peer must be {names}"),
             };
@@ -500,8 +500,8 @@ impl NodeFacts for Running<'_> {
         self.0.pod_of(workload).map(|pod| *pod.phase.borrow())
     }
 
-    fn attests(&self, hop: &Hop) -> bool {
-        neighbour::find(self.0, hop).is_some()
+    fn attests(&self, source: &Workload, hop: &Hop) -> bool {
+        neighbour::find(self.0, source, hop).is_some()
     }
 
     fn certificate(&self, identity: &Identity) -> Option<CertificateState> {

@@ -34,14 +34,16 @@ pub fn carry<K>(
 }
 
 /// The same for a connection of which both sides are ours. What ends one of them is a reset of the other's peer.
+/// `at_order` follows where the end was ordered.
 #[expect(
     clippy::manual_async_fn,
     reason = "an async fn holds its arguments twice, and this is what an idle connection costs"
 )]
-pub fn carry_both<K>(
+pub fn carry_both<K, O: Future<Output = ()>>(
     mut relay: impl Relay,
     outbound: Connection,
     inbound: Connection,
+    at_order: impl FnOnce() -> O,
     kept: K,
 ) -> impl Future<Output = ()> {
     async move {
@@ -57,9 +59,13 @@ pub fn carry_both<K>(
         })
         .await;
         drop(relay);
+        let is_ordered = of_client.how == How::Closed || of_server.how == How::Closed;
         outbound.finish(&of_client);
         inbound.finish(&of_server);
         drop(kept);
+        if is_ordered {
+            Box::pin(at_order()).await;
+        }
     }
 }
 

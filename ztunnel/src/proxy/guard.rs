@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use super::config::AtExpiry;
+use super::neighbour;
 use super::worker::Worker;
 use crate::hbone::{Ended, Round, TlsError};
 use crate::identity::{Certificate, PeerError, describe_alert};
@@ -33,6 +34,11 @@ impl TrustCounters {
         (self.tunnels.load(Ordering::Relaxed), self.connections.load(Ordering::Relaxed))
     }
 
+    /// Connections without a tunnel that were ended.
+    pub fn ended_connections(&self, count: u64) {
+        self.connections.fetch_add(count, Ordering::Relaxed);
+    }
+
     fn of(&self, direction: Direction) -> &AtomicU64 {
         match direction {
             Direction::Inbound => &self.revoked_clients,
@@ -52,13 +58,16 @@ pub async fn run(worker: Rc<Worker>) {
         let now = SystemTime::now();
         let (round, next) = worker.tunnels.tend(now, cut, denied);
         note(&worker, &round);
-        let next = next.min(worker.neighbours.tend(now, cut, denied));
+        let (ended, sooner) = worker.neighbours.tend(now, cut, denied);
+        neighbour::note(&worker, ended);
+        let next = next.min(sooner);
         tokio::select! {
             // The trust lives as long as the store.
             _ = trust.changed() => {
                 let round = worker.tunnels.judge().await;
                 note(&worker, &round);
-                worker.neighbours.judge(shared.certificates.trust(), &shared.trust_counters);
+                let ended = worker.neighbours.judge(shared.certificates.trust(), &shared.trust_counters);
+                neighbour::note(&worker, ended);
             }
             // So does this.
             _ = settled.changed() => worker.tunnels.retire_ours(),

@@ -3,16 +3,18 @@
 //! the kernel attests it, where a tunnel would prove it by certificates. Everything else is as over a tunnel: policy,
 //! certificates that hold, both sides' metrics and log lines, and what ends a connection that is open.
 //!
-//! Must never send a byte before the server's policies have been judged, and before it is certain that what has
-//! answered is in the server's namespace: other pods can have the same address.
+//! Must never send a byte before the server's policies have been judged, and before the dial has been seen to come to
+//! the server's namespace: another pod can have the same address. (Who may forge packets on the node's network can still
+//! stand between the two, as he can without a mesh.)
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::io;
 use std::net::SocketAddr;
 use std::rc::{Rc, Weak};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustls::pki_types::UnixTime;
 use tokio::net::TcpStream;
@@ -25,37 +27,91 @@ use super::route::{Hop, HopKind};
 use super::share::OpenConnection;
 use super::state::{Phase, Pod, Shared};
 use super::worker::Worker;
+use crate::capture::sock_diag::{self, TcpSocket, TcpState};
+use crate::capture::sockets::Dialled;
 use crate::identity::{Certificate, Identity, PeerError, PeerRole, Trust, rfc3339};
 use crate::mesh::Workload;
 use crate::policy;
 use crate::telemetry::flow::{CloseReason, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
+use crate::telemetry::log::Hush;
 use crate::telemetry::{Connection, LiveConnection};
 
 /// A connection to a neighbour, as its server's side sees it.
 pub struct Neighbour {
     pub socket: TcpStream,
     pub inbound: Connection,
+    pub server: Arc<Pod>,
     pub kept: (OpenConnection, Rc<Attested>),
 }
 
-/// The workload that a hop leads to, if no tunnel would be needed on one node.
-pub fn may_attest(hop: &Hop, encryption: bool) -> Option<&Workload> {
+/// Dials to neighbours that are under way: their ends, and those of connections that are open, are no connections in the
+/// clear.
+#[derive(Default)]
+pub struct Dials(Mutex<HashSet<(SocketAddr, SocketAddr)>>);
+
+struct Dial<'a> {
+    dials: &'a Dials,
+    ends: (SocketAddr, SocketAddr),
+}
+
+impl Dials {
+    fn begin(&self, from: SocketAddr, to: SocketAddr) -> Dial<'_> {
+        self.lock().insert((from, to));
+        Dial { dials: self, ends: (from, to) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashSet<(SocketAddr, SocketAddr)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Dial<'_> {
+    fn drop(&mut self) {
+        self.dials.lock().remove(&self.ends);
+    }
+}
+
+/// Client and server of all connections to neighbours, also of those that are being opened.
+pub fn ends(shared: &Shared) -> HashSet<(SocketAddr, SocketAddr)> {
+    // In this order: what is being opened is open before it leaves the first list.
+    let mut ends = shared.dials.lock().clone();
+    let open = shared.telemetry.connections().filter(|c| c.flow().protocol == Protocol::Attested);
+    ends.extend(open.map(|connection| (connection.flow().src, connection.flow().dst)));
+    ends
+}
+
+/// Ends the server's side of a connection in its own namespace: a reset from the client's may be dropped on its way, or
+/// that namespace be gone.
+pub async fn end_server_side(server: Arc<Pod>, from: SocketAddr, to: SocketAddr) {
+    let ended = tokio::task::spawn_blocking(move || {
+        let sockets = sock_diag::tcp_sockets(&server.netns)?;
+        let is_it = |s: &&TcpSocket| s.state == TcpState::Open && s.local == to && s.peer == from;
+        sockets.iter().find(is_it).map_or(Ok(false), |socket| sock_diag::destroy(&server.netns, socket))
+    });
+    if let Err(error) = ended.await.unwrap_or_else(|e| Err(io::Error::other(e))) {
+        tracing::warn!(%from, %to, %error, "cannot make sure that the server's side of a connection has ended");
+    }
+}
+
+/// The workload that a hop of `source` leads to, if no tunnel would be needed on one node.
+pub fn may_attest<'a>(source: &Workload, hop: &'a Hop, encryption: bool) -> Option<&'a Workload> {
     let HopKind::Hbone { tunnel, authority, .. } = &hop.kind else { return None };
     // A waypoint is dialled at its own address and asked for another one.
     let is_direct = tunnel.ip() == authority.ip() && tunnel.port() == ebpf::HBONE_PORT;
     let may = is_direct && !encryption && !ILLEGAL_PORTS.contains(&authority.port());
-    hop.workload.as_deref().filter(|_| may)
+    // What a pod sends to itself does not come to its listeners.
+    hop.workload.as_deref().filter(|workload| may && workload.uid != source.uid)
 }
 
 /// The pod of this node that a hop leads to, if it can be reached without a tunnel.
-pub fn find(shared: &Shared, hop: &Hop) -> Option<Arc<Pod>> {
-    let pod = shared.pod_of(may_attest(hop, shared.config.same_node_encryption)?)?;
+pub fn find(shared: &Shared, source: &Workload, hop: &Hop) -> Option<Arc<Pod>> {
+    let pod = shared.pod_of(may_attest(source, hop, shared.config.same_node_encryption)?)?;
     let serves = pod.by_ebpf && *pod.phase.borrow() == Phase::Serving;
     serves.then_some(pod)
 }
 
-/// Opens a connection of `pod`, whose record is `source`, to a neighbour. Nothing: what answers at this address is not
-/// that pod, and only a tunnel can tell who it is.
+/// Opens a connection of `pod`, whose record is `source`, to a neighbour. Nothing: a tunnel has to be used, because another
+/// one answers at this address, or nobody.
 pub async fn open(
     worker: &Worker,
     pod: &Pod,
@@ -71,6 +127,9 @@ pub async fn open(
     let from = source.addresses.iter().copied().find(|ip| ip.is_ipv4() == to.is_ipv4());
     let maps = shared.maps.load_full();
     let (Some(from), Some(maps), true) = (from, maps, own.uid == workload.uid) else { return Ok(None) };
+    if worker.neighbours.is_avoided(&pod.uid, to) {
+        return Ok(None);
+    }
     let identity = shared.certificates.trust().canonical(&source.identity());
     let mut flow =
         Flow::new(Direction::Inbound, Protocol::Attested, neighbour.uid.clone(), SocketAddr::new(from, 0), to);
@@ -79,24 +138,52 @@ pub async fn open(
     let host = outbound.service.as_ref().map(|service| service.hostname.clone());
     flow.service = service_of(&shared.mesh.load(), &own, host.as_deref());
 
-    let attested = certificates(worker, source.identity(), own.identity()).await?;
     let told = |failure: Failure| {
         shared.telemetry.failed(&flow, &failure);
         let text = format!("{to} on this node refused the connection: {}", failure.text);
         Failure::new(failure.flag, "connect", text)
     };
+    let trust = shared.certificates.trust();
+    let generation = trust.generation();
+    let pair = certificates(worker, source.identity(), own.identity(), told).await?;
     let judged = policy::Connection { identity: Some(identity), source: from, destination: to };
     let judged_by = judge(worker, &neighbour, &judged, &flow).await.map_err(told)?;
     let kept = neighbour.connection(&shared.config.limits).map_err(told)?;
-    let dialled = shared
-        .tcp
-        .dial_neighbour((&pod.netns, from), !pod.by_ebpf, &maps.pass, (neighbour.netns.cookie(), to))
-        .await
-        .map_err(|e| told(Failure::new(ResponseFlag::Connect, "dial", format!("dialling the app at {to}: {e}"))))?;
-    let Some((socket, from)) = dialled else {
-        shared.unattested.fetch_add(1, Ordering::Relaxed);
-        tracing::debug!(pod = pod.name, %to, neighbour = neighbour.name, "another one has the neighbour's address");
-        return Ok(None);
+    let begin = |from| shared.dials.begin(from, to);
+    let server = (neighbour.netns.cookie(), to);
+    let dialled = shared.tcp.dial_neighbour((&pod.netns, from), !pod.by_ebpf, &maps.pass, server, begin).await;
+    let (socket, from, _under_way) = match dialled {
+        Ok(Dialled::Connected(socket, from, under_way)) => (socket, from, under_way),
+        Ok(Dialled::NotOurAddress) => {
+            tracing::debug!(pod = pod.name, %from, "the pod has not the address of its record: a tunnel is used");
+            return Ok(None);
+        }
+        Ok(Dialled::Stranger) => {
+            shared.unattested.fetch_add(1, Ordering::Relaxed);
+            if let Some(untold) = STRANGERS.speak() {
+                let (pod, neighbour) = (&pod.name, &neighbour.name);
+                tracing::warn!(pod, neighbour, %to, untold, "not the neighbour has answered at its address");
+            }
+            return Ok(None);
+        }
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            worker.neighbours.avoid(&pod.uid, to);
+            if let Some(untold) = SILENCE.speak() {
+                tracing::warn!(
+                    pod = pod.name, neighbour = neighbour.name, %to, %error, untold,
+                    "a pod of this node does not answer on the app's port, a tunnel is tried: does a NetworkPolicy only \
+                     allow port {}?", ebpf::HBONE_PORT
+                );
+            }
+            return Ok(None);
+        }
+        Err(error) => {
+            return Err(told(Failure::new(
+                ResponseFlag::Connect,
+                "dial",
+                format!("dialling the app at {to}: {error}"),
+            )));
+        }
     };
     flow.src = from;
     let inbound = shared.telemetry.open(flow);
@@ -104,23 +191,39 @@ pub async fn open(
     if *neighbour.phase.borrow() == Phase::Gone {
         inbound.live().close(CloseReason::PodRemoved);
     }
-    let attested = worker.neighbours.add(attested, inbound.live());
-    Ok(Some(Neighbour { socket, inbound, kept: (kept, attested) }))
+    let attested = worker.neighbours.add(pair, inbound.live());
+    if trust.generation() != generation {
+        // [`Neighbours::judge`] may not have seen it.
+        note(worker, attested.judge(trust, &shared.trust_counters).into_iter().collect());
+    }
+    Ok(Some(Neighbour { socket, inbound, server: neighbour, kept: (kept, attested) }))
+}
+
+/// Says and counts what trust has ended.
+pub fn note(worker: &Worker, ended: Vec<String>) {
+    let Some(first_reason) = ended.first() else { return };
+    worker.shared.trust_counters.ended_connections(ended.len() as u64);
+    tracing::warn!(connections = ended.len(), first_reason, "connections between pods of this node were ended");
 }
 
 /// The certificates of both ends. Nothing is encrypted with them, but who has none that its peer would take is refused,
 /// as over a tunnel.
-async fn certificates(worker: &Worker, source: Identity, destination: Identity) -> Result<Pair, Failure> {
+async fn certificates(
+    worker: &Worker,
+    source: Identity,
+    destination: Identity,
+    told: impl Fn(Failure) -> Failure,
+) -> Result<Pair, Failure> {
     let shared = &worker.shared;
     let limit = shared.config.timeouts.certificate;
     let no_certificate = |error: String| Failure::new(ResponseFlag::IdentityError, "identity", error);
     let source = shared.certificates.wait(&source, limit).await.map_err(|e| no_certificate(e.to_string()))?;
     let destination = shared.certificates.wait(&destination, limit).await;
-    let destination = destination.map_err(|e| no_certificate(format!("of the server: {e}")))?;
+    let destination = destination.map_err(|e| told(no_certificate(format!("of the server: {e}"))))?;
     let pair = Pair { source, destination };
     worker.neighbours.check(shared.certificates.trust(), &pair).map_err(|(role, error)| {
         let flag = refusal_flag(&shared.trust_counters, direction(role), &error);
-        Failure::new(flag, "handshake", format!("{}: {error}", end(role)))
+        told(Failure::new(flag, "handshake", format!("{}: {error}", end(role))))
     })?;
     Ok(pair)
 }
@@ -143,9 +246,13 @@ pub struct Attested {
 #[derive(Default)]
 pub struct Neighbours {
     list: RefCell<Vec<Weak<Attested>>>,
-    /// Pairs that were found good, and the generation of the trust by which.
-    good: RefCell<(u64, HashMap<[*const Certificate; 2], Pair>)>,
+    /// Pairs that were found good a moment ago, and the generation of the trust by which.
+    good: RefCell<(u64, Good)>,
+    /// Where a dial had no answer: by the client's pod and what it dialled, until then.
+    avoided: RefCell<HashMap<(Arc<str>, SocketAddr), Instant>>,
 }
+
+type Good = HashMap<[*const Certificate; 2], (Pair, Instant)>;
 
 impl Pair {
     /// Who would not take whom, and why.
@@ -172,8 +279,9 @@ impl Neighbours {
         if good.0 != generation || good.1.len() >= MOST_KNOWN {
             *good = (generation, HashMap::new());
         }
-        // Those that are on the list live: another certificate cannot have the same place.
-        if good.1.contains_key(&key) {
+        // Those that are on the list live: another certificate cannot have the same place. A revocation list may end
+        // meanwhile, or a root.
+        if good.1.get(&key).is_some_and(|(_, at)| at.elapsed() < GOOD_FOR) {
             return Ok(());
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -181,8 +289,23 @@ impl Neighbours {
             let domain = own.identity().trust_domain();
             trust.verify(domain, peer.chain(), role, UnixTime::since_unix_epoch(now))
         })?;
-        good.1.insert(key, pair.clone());
+        good.1.insert(key, (pair.clone(), Instant::now()));
         Ok(())
+    }
+
+    fn is_avoided(&self, client: &Arc<str>, to: SocketAddr) -> bool {
+        let avoided = self.avoided.borrow();
+        !avoided.is_empty() && avoided.get(&(client.clone(), to)).is_some_and(|until| Instant::now() < *until)
+    }
+
+    fn avoid(&self, client: &Arc<str>, to: SocketAddr) {
+        let (mut avoided, now) = (self.avoided.borrow_mut(), Instant::now());
+        if avoided.len() >= MOST_KNOWN {
+            avoided.retain(|_, until| now < *until);
+        }
+        if avoided.len() < MOST_KNOWN {
+            avoided.insert((client.clone(), to), now + AVOIDED_FOR);
+        }
     }
 
     fn add(&self, pair: Pair, inbound: LiveConnection) -> Rc<Attested> {
@@ -195,29 +318,22 @@ impl Neighbours {
         attested
     }
 
-    /// Ends the connections whose ends would no longer take each other.
-    pub fn judge(&self, trust: &Trust, counters: &TrustCounters) {
-        let mut known: HashMap<[*const Certificate; 2], Result<(), (PeerRole, PeerError)>> = HashMap::new();
+    /// Ends the connections whose ends would no longer take each other; why.
+    pub fn judge(&self, trust: &Trust, counters: &TrustCounters) -> Vec<String> {
+        let mut known: HashMap<[*const Certificate; 2], Verdict> = HashMap::new();
+        let mut ended = Vec::new();
         for attested in self.all() {
-            let Attested { pair, since, inbound } = &*attested;
+            let pair = &attested.pair;
             let key = [Arc::as_ptr(&pair.source), Arc::as_ptr(&pair.destination)];
-            let verdict = known.entry(key).or_insert_with(|| {
-                pair.verify(|own, peer, role| {
-                    trust.verify_again(own.identity().trust_domain(), peer.chain(), role, *since)
-                })
-            });
-            let Err((role, error)) = verdict else { continue };
-            let reason = match refusal_flag(counters, direction(*role), error) {
-                ResponseFlag::CertRevoked => CloseReason::CertificateRevoked,
-                _ => CloseReason::TrustWithdrawn,
-            };
-            inbound.close_because(reason, &format!("{}: {error}", end(*role)));
+            let verdict = known.entry(key).or_insert_with(|| attested.verify(trust, counters));
+            ended.extend(attested.end(verdict));
         }
+        ended
     }
 
-    /// Sees to connections whose certificates have ended, as over a tunnel. Also says when to look again.
-    pub fn tend(&self, now: SystemTime, cut: bool, denied: impl Fn(&Identity) -> bool) -> Duration {
-        let mut next = LOOK_AGAIN;
+    /// Sees to connections whose certificates have ended, as over a tunnel: why some were ended, and when to look again.
+    pub fn tend(&self, now: SystemTime, cut: bool, denied: impl Fn(&Identity) -> bool) -> (Vec<String>, Duration) {
+        let (mut ended, mut next) = (Vec::new(), LOOK_AGAIN);
         for attested in self.all() {
             let pair = &attested.pair;
             if let Ok(left) = pair.end().duration_since(now)
@@ -226,22 +342,52 @@ impl Neighbours {
                 next = next.min(left);
                 continue;
             }
-            let ended = [&pair.source, &pair.destination].into_iter().find(|c| c.not_after() <= now);
-            let Some(ended) = ended else { continue };
-            let text = format!("that of {} ended at {}", ended.identity(), rfc3339(ended.not_after()));
-            if cut {
-                attested.inbound.close_because(CloseReason::CertificateExpired, &text);
-            } else if denied(ended.identity()) {
-                attested.inbound.close_because(CloseReason::RenewalDenied, &text);
-            } else {
-                next = next.min(LOOK_AT_ENDED);
-            }
+            let over = || [&pair.source, &pair.destination].into_iter().filter(|c| c.not_after() <= now);
+            let denied = over().find(|certificate| denied(certificate.identity()));
+            let (reason, certificate) = match (cut, denied, over().next()) {
+                (true, _, Some(certificate)) => (CloseReason::CertificateExpired, certificate),
+                (false, Some(certificate), _) => (CloseReason::RenewalDenied, certificate),
+                _ => {
+                    next = next.min(LOOK_AT_ENDED);
+                    continue;
+                }
+            };
+            let text = format!("that of {} ended at {}", certificate.identity(), rfc3339(certificate.not_after()));
+            ended.extend(attested.end(&Err((reason, text))));
         }
-        next
+        (ended, next)
     }
 
     fn all(&self) -> Vec<Rc<Attested>> {
         self.list.borrow().iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// Why a connection may not go on.
+type Verdict = Result<(), (CloseReason, String)>;
+
+impl Attested {
+    fn verify(&self, trust: &Trust, counters: &TrustCounters) -> Verdict {
+        let verified = self.pair.verify(|own, peer, role| {
+            trust.verify_again(own.identity().trust_domain(), peer.chain(), role, self.since)
+        });
+        verified.map_err(|(role, error)| {
+            let reason = match refusal_flag(counters, direction(role), &error) {
+                ResponseFlag::CertRevoked => CloseReason::CertificateRevoked,
+                _ => CloseReason::TrustWithdrawn,
+            };
+            (reason, format!("{}: {error}", end(role)))
+        })
+    }
+
+    fn judge(&self, trust: &Trust, counters: &TrustCounters) -> Option<String> {
+        self.end(&self.verify(trust, counters))
+    }
+
+    /// Why it was ended, if it was.
+    fn end(&self, verdict: &Verdict) -> Option<String> {
+        let Err((reason, text)) = verdict else { return None };
+        self.inbound.close_because(*reason, text).then(|| text.clone())
     }
 }
 
@@ -260,7 +406,14 @@ fn end(role: PeerRole) -> &'static str {
     }
 }
 
-/// Pairs of certificates that are remembered.
+/// Lines a second about what others on the node do.
+static STRANGERS: Hush = Hush::new(1);
+static SILENCE: Hush = Hush::new(1);
+/// How long a pair of certificates that was found good is not looked at again.
+const GOOD_FOR: Duration = Duration::from_secs(5);
+/// How long tunnels are used where a neighbour did not answer.
+const AVOIDED_FOR: Duration = Duration::from_secs(60);
+/// Pairs of certificates, and destinations, that are remembered.
 const MOST_KNOWN: usize = 1024;
 /// The clock may have been changed: look again at least this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
@@ -331,14 +484,14 @@ mod tests {
         for _ in 0..2 {
             assert!(neighbours.check(&trust, &pair).is_ok());
         }
-        neighbours.judge(&trust, &counters);
+        assert!(neighbours.judge(&trust, &counters).is_empty());
         assert_eq!(ordered(&connection).await, None);
 
         let revoked_client = Pair { source: other, ..pair.clone() };
         assert!(matches!(neighbours.check(&trust, &revoked_client), Err((PeerRole::Client, e)) if e.is_revocation()));
         trust.revoke(list(&pair.destination));
         assert!(matches!(neighbours.check(&trust, &pair), Err((PeerRole::Server, e)) if e.is_revocation()));
-        neighbours.judge(&trust, &counters);
+        assert_eq!(neighbours.judge(&trust, &counters).len(), 1);
         assert_eq!(ordered(&connection).await, Some(CloseReason::CertificateRevoked));
         assert_eq!((counters.revoked(Direction::Inbound), counters.revoked(Direction::Outbound)), (0, 1));
     }
@@ -357,17 +510,21 @@ mod tests {
     async fn an_ended_certificate_ends_connections_by_setting_or_if_its_renewal_is_denied() {
         let later = SystemTime::now() + 2 * HOUR;
         let denied = |name: &'static str| move |of: &Identity| *of == identity(name);
-        for (cut, name, expected) in [
-            (false, "nobody", None),
-            (false, "web", None),
-            (false, "cart", Some(CloseReason::RenewalDenied)),
-            (true, "nobody", Some(CloseReason::CertificateExpired)),
+        let (both, one) = ([HOUR, HOUR], [24 * HOUR, HOUR]);
+        for (lives, cut, name, expected) in [
+            (one, false, "nobody", None),
+            (one, false, "web", None),
+            (one, false, "cart", Some(CloseReason::RenewalDenied)),
+            (one, true, "nobody", Some(CloseReason::CertificateExpired)),
+            (both, false, "nobody", None),
+            (both, false, "web", Some(CloseReason::RenewalDenied)),
+            (both, false, "cart", Some(CloseReason::RenewalDenied)),
         ] {
-            let (_, _, neighbours, _, connection, _attested) = rig([24 * HOUR, HOUR], TrustSettings::default());
-            assert!(neighbours.tend(SystemTime::now(), cut, denied(name)) <= LOOK_AGAIN);
+            let (_, _, neighbours, _, connection, _attested) = rig(lives, TrustSettings::default());
+            assert!(neighbours.tend(SystemTime::now(), cut, denied(name)).1 <= LOOK_AGAIN);
             assert_eq!(ordered(&connection).await, None);
             neighbours.tend(later, cut, denied(name));
-            assert_eq!(ordered(&connection).await, expected, "{cut} {name}");
+            assert_eq!(ordered(&connection).await, expected, "{lives:?} {cut} {name}");
         }
     }
 }

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use super::inbound::ILLEGAL_PORTS;
 use crate::capture::netns::Netns;
@@ -35,21 +35,15 @@ pub struct Looked {
 }
 
 impl Older {
-    /// Finds them. `at` gives the namespace of the pod of this node that has an address.
-    pub fn find<'a>(netns: &Netns, at: impl Fn(IpAddr) -> Option<&'a Netns>) -> io::Result<Self> {
+    /// Finds them. `ours` gives client and server of the connections that this process has dialled from other pods'
+    /// namespaces: those were judged with their identities. It is asked after the sockets have been looked at, so that
+    /// none of them can be missing.
+    pub fn find(netns: &Netns, ours: impl FnOnce() -> HashSet<(SocketAddr, SocketAddr)>) -> io::Result<Self> {
         let sockets = sock_diag::tcp_sockets(netns)?;
         let own = own_inodes()?;
-        let mut served: Vec<_> = sockets.iter().filter(|s| is_served(s, &sockets) && !own.contains(&s.inode)).collect();
-        // What this process has dialled from a neighbour's namespace was judged with that one's identity.
-        for ip in served.iter().map(|s| s.peer.ip()).collect::<HashSet<_>>() {
-            let Some(neighbour) = at(ip) else { continue };
-            let dialled: Vec<_> = sock_diag::tcp_sockets(neighbour)?;
-            let own = own_inodes()?;
-            let is_ours = |s: &TcpSocket| {
-                dialled.iter().any(|d| d.local == s.peer && d.peer == s.local && own.contains(&d.inode))
-            };
-            served.retain(|s| !is_ours(s));
-        }
+        let ours = ours();
+        let is_foreign = |s: &&TcpSocket| !own.contains(&s.inode) && !ours.contains(&(s.peer, s.local));
+        let served: Vec<_> = sockets.iter().filter(|s| is_served(s, &sockets)).filter(is_foreign).collect();
         let (unaccepted, cookies): (Vec<_>, Vec<_>) = served.into_iter().partition(|s| s.inode == 0);
         let of = |sockets: Vec<&TcpSocket>| sockets.into_iter().map(|s| s.cookie).collect();
         Ok(Self { cookies: of(cookies), unaccepted: of(unaccepted) })

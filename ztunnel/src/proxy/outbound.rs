@@ -25,7 +25,7 @@ use crate::hbone::{self, Dialled, OpenError, PoolKey, Stream, StreamError, Tunne
 use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Workload};
 use crate::random;
-use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
+use crate::telemetry::flow::{Authority, CloseReason, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
 
 /// Serves a connection to its end.
 pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: SocketAddr, counted: Counted) {
@@ -67,15 +67,21 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
     };
     let half_close = worker.shared.config.timeouts.half_close;
     let connection = worker.shared.telemetry.open(flow);
+    if *pod.phase.borrow() == Phase::Gone {
+        // Whoever cuts the pod's connections may not have seen this one.
+        connection.live().close(CloseReason::PodRemoved);
+    }
     let kept = (upstream.busy, pod, counted, open, work);
     match upstream.link {
         Link::Plain(server) => {
             tokio::task::spawn_local(carry(PlainRelay::new(app, server, half_close), connection, None, kept));
         }
         Link::Neighbour(neighbour) => {
-            let Neighbour { socket, inbound, kept: of_server } = *neighbour;
+            let Neighbour { socket, inbound, server, kept: of_server } = *neighbour;
             let relay = PlainRelay::new(app, socket, half_close);
-            tokio::task::spawn_local(carry_both(relay, connection, inbound, (kept, of_server)));
+            let (from, to) = (inbound.flow().src, inbound.flow().dst);
+            let at_order = move || neighbour::end_server_side(server, from, to);
+            tokio::task::spawn_local(carry_both(relay, connection, inbound, at_order, (kept, of_server)));
         }
         Link::Tunnel(stream) => {
             let Stream { send, recv, headers: _, count } = *stream;
@@ -186,7 +192,7 @@ async fn connect(
     flow: &mut Flow,
 ) -> Result<Link, Failure> {
     let shared = &worker.shared;
-    if let Some(near) = neighbour::find(shared, &hop)
+    if let Some(near) = neighbour::find(shared, source, &hop)
         && let Some(near) = Box::pin(neighbour::open(worker, pod, source, near, &hop, flow)).await?
     {
         flow.protocol = Protocol::Attested;

@@ -5,13 +5,13 @@
 //! nor touch one that they allow.
 
 use std::collections::{HashMap, HashSet};
-use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::neighbour;
 use super::older::Older;
 use super::state::{Phase, Pod, Shared};
 use crate::mesh::TunnelProtocol;
@@ -90,7 +90,7 @@ impl WatchedPod {
 
 impl Watched {
     /// Judges what has to be judged. When the next pass is due, if nothing changes before.
-    async fn pass(&mut self, shared: &Shared) -> Option<Instant> {
+    async fn pass(&mut self, shared: &Arc<Shared>) -> Option<Instant> {
         let pods: HashMap<Arc<str>, Arc<Pod>> = {
             let leaving = shared.leaving().clone();
             let pods = shared.pods();
@@ -159,15 +159,14 @@ impl Watched {
     }
 
     /// Whether a decision waits for something.
-    async fn judge_older(&mut self, shared: &Shared, pod: &Arc<Pod>) -> bool {
+    async fn judge_older(&mut self, shared: &Arc<Shared>, pod: &Arc<Pod>) -> bool {
         let Some(watched) = self.0.get_mut(&pod.uid) else { return false };
         let (older, policies) = (watched.older.take(), watched.policies.clone());
         let is_last_call = is_late(shared, watched.undecided);
-        let neighbours = if older.is_none() { neighbours(shared, pod) } else { HashMap::new() };
-        let inside = pod.clone();
+        let (inside, of) = (pod.clone(), shared.clone());
         let work = tokio::task::spawn_blocking(move || {
-            let at = |ip: IpAddr| neighbours.get(&ip).map(|pod: &Arc<Pod>| &pod.netns);
-            let mut older = older.map_or_else(|| Older::find(&inside.netns, at), Ok)?;
+            let find = || Older::find(&inside.netns, || neighbour::ends(&of));
+            let mut older = older.map_or_else(find, Ok)?;
             let looked = older.judge(&inside.netns, &policies, is_last_call)?;
             std::io::Result::Ok((older, looked))
         });
@@ -197,14 +196,6 @@ impl Watched {
             }
         }
     }
-}
-
-/// The other pods that are served here, by their addresses.
-fn neighbours(shared: &Shared, pod: &Pod) -> HashMap<IpAddr, Arc<Pod>> {
-    let mesh = shared.mesh.load();
-    let others = mesh.local_workloads().filter_map(|workload| Some((workload, shared.pod_of(workload)?)));
-    let others = others.filter(|(_, other)| other.uid != pod.uid);
-    others.flat_map(|(workload, other)| workload.addresses.iter().map(move |ip| (*ip, other.clone()))).collect()
 }
 
 /// Judges an open connection and orders its end if it is not allowed. `false`: undecided, and not `is_last_call`.

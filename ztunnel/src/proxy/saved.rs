@@ -317,8 +317,9 @@ impl NodeFacts for Saved {
         self.pod_of(workload).map(|(_, phase)| *phase)
     }
 
-    fn attests(&self, hop: &Hop) -> bool {
-        let pod = neighbour::may_attest(hop, self.same_node_encryption).and_then(|workload| self.pod_of(workload));
+    fn attests(&self, source: &Workload, hop: &Hop) -> bool {
+        let pod =
+            neighbour::may_attest(source, hop, self.same_node_encryption).and_then(|workload| self.pod_of(workload));
         pod.is_some_and(|(pod, phase)| pod.by_ebpf && *phase == Phase::Serving)
     }
 

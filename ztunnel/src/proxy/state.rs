@@ -9,6 +9,7 @@ use tokio::sync::watch;
 
 use super::config::ProxyConfig;
 use super::guard::TrustCounters;
+use super::neighbour::Dials;
 use super::share::Share;
 use super::worker::WorkerHandle;
 use crate::capture::listeners::PodListeners;
@@ -50,6 +51,7 @@ pub struct Shared {
     pub older_ended: AtomicU64,
     /// Dials to pods of this node that reached another one with the same address.
     pub unattested: AtomicU64,
+    pub dials: Dials,
     pub workers: OnceLock<Vec<WorkerHandle>>,
 }
 
@@ -137,6 +139,7 @@ impl Shared {
             older_connections: AtomicU64::new(0),
             older_ended: AtomicU64::new(0),
             unattested: AtomicU64::new(0),
+            dials: Dials::default(),
             workers: OnceLock::new(),
             config,
         })

@@ -138,6 +138,7 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
     if let Err(error) = worker.shared.tcp.listen(SockRef::from(&listener), by_others) {
         tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot set a listener up");
     }
+    let since = tokio::time::Instant::now();
     let leaving = pod.reached(Phase::Leaving);
     let stopping = worker.shared.shutdown.ordered();
     tokio::pin!(leaving, stopping);
@@ -151,6 +152,10 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
         match accepted {
             Ok((socket, client)) => {
                 let client = SocketAddr::new(client.ip().to_canonical(), client.port());
+                if by_others && since.elapsed() < BACKLOG_LIFE {
+                    // It may be gone already, which shows soon.
+                    let _ = worker.shared.tcp.keep_alive(SockRef::from(&socket));
+                }
                 worker.place(kind, &pod, socket, client);
             }
             Err(error) if is_peers(&error) => {}
@@ -253,6 +258,8 @@ fn is_peers(error: &io::Error) -> bool {
 }
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
+/// Longer than a connection waits to be accepted.
+const BACKLOG_LIFE: Duration = Duration::from_secs(15);
 /// Connections that may wait for a worker.
 const QUEUE: usize = 4096;
 /// How much busier a worker must be than another before it gives a connection away: that costs a wake-up.

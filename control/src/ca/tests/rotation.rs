@@ -413,7 +413,8 @@ fn what_could_not_be_noted_is_noted_later() {
 fn what_a_killed_process_left_half_written_goes_at_the_next_start() {
     let dir = Dir::new("unfinished");
     drop(dir.open().unwrap());
-    let (old, young, other) = (".root-key.pem.7-00.new", ".root-key.pem.8-00.new", "notes.new");
+    let old = ".root-key.pem.7-00000000000000aa.new";
+    let (young, other) = (".root-key.pem.8-00000000000000ab.new", ".notes.new");
     for name in [old, young, other] {
         fs::write(dir.path(name), "half").unwrap();
     }

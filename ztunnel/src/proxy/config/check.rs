@@ -27,7 +27,7 @@ impl ProxyArgs {
             zds_socket: self.zds_socket,
             threads: self.threads.unwrap_or_else(values::cpus),
             listen: self.listen,
-            timeouts: self.timeouts.resolve(),
+            timeouts: self.timeouts.check()?,
             limits: self.limits.check()?,
             same_node_encryption: self.same_node_encryption,
             telemetry: self.telemetry,
@@ -81,8 +81,14 @@ impl Listen {
 }
 
 impl TimeoutArgs {
-    fn resolve(self) -> Timeouts {
-        Timeouts {
+    fn check(self) -> Result<Timeouts, ConfigError> {
+        // Beyond this the pod's own listeners would get the dial, as one in the clear.
+        let most = Duration::from_nanos(ebpf::PASS_TTL_NS);
+        if self.connect_timeout >= most {
+            let value = format!("{:?}", self.connect_timeout);
+            return Err(wrong("--connect-timeout (CONNECT_TIMEOUT)", value, format!("expected less than {most:?}")));
+        }
+        Ok(Timeouts {
             connect: self.connect_timeout,
             handshake: self.handshake_timeout,
             own_workload: self.own_workload_wait,
@@ -97,7 +103,7 @@ impl TimeoutArgs {
             keepalive_time: self.keepalive_time,
             keepalive_interval: self.keepalive_interval,
             user_timeout: self.user_timeout,
-        }
+        })
     }
 }
 

@@ -15,7 +15,7 @@ impl NodeFacts for Node {
         self.0.get(&*workload.name).map(|(phase, _)| *phase)
     }
 
-    fn attests(&self, _: &Hop) -> bool {
+    fn attests(&self, _: &Workload, _: &Hop) -> bool {
         false
     }
 

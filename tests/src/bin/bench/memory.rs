@@ -1,6 +1,6 @@
 //! Memory of one proxy of each path, before anything else has made it grow: idle, per pod, per connection.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use testbed::load::{Job, REQUESTS_PORT};
 use testbed::{Daemon, Pod, wait_for};
@@ -14,6 +14,8 @@ use crate::scale::{Scale, sidecar_memory};
 pub const MB: f64 = 1e6;
 const KB: f64 = 1e3;
 /// Steps up to the number that the figure is taken over.
+/// How long the threads that wrote a dump stay, with what they have freed.
+const DUMP_THREADS: Duration = Duration::from_secs(12);
 const PODS: [usize; 4] = [0, 25, 50, 100];
 const CONNECTIONS: [usize; 4] = [0, 250, 500, 1000];
 
@@ -51,7 +53,8 @@ fn pods(bench: &Bench, figures: &mut Figures, scale: &mut Scale) {
         pods.extend((pods.len()..count).map(start));
         bench.tb.mesh().wait_in_mesh(&pods.iter().collect::<Vec<_>>());
         // The waiting reads the proxies' dumps, whose threads keep their memory for ten seconds.
-        let memory = rest_for(&bench.proxies(Path::Mesh), Duration::from_secs(11));
+        std::thread::sleep(DUMP_THREADS);
+        let memory = at_rest(bench, Path::Mesh).expect("the mesh has proxies");
         scale.add(Path::Mesh, "memory_by_pods", "MB", &["pods"], &[count as f64], memory.anonymous / MB);
         let agent = rest(&[&bench.tb.mesh().node(0).agent]);
         scale.add(Path::Mesh, "agent_memory_by_pods", "MB", &["pods"], &[count as f64], agent.anonymous / MB);
@@ -92,22 +95,16 @@ fn at_rest(bench: &Bench, path: Path) -> Option<InMemory> {
 /// What the largest of the processes has in memory, once it does not change any more: which of the sides costs more is
 /// not the reader's concern.
 pub fn rest(processes: &[&Daemon]) -> InMemory {
-    rest_for(processes, Duration::from_millis(500))
-}
-
-/// The same, once it has not changed for so long.
-fn rest_for(processes: &[&Daemon], quiet: Duration) -> InMemory {
     let largest = || {
         let all = processes.iter().map(|process| process::in_memory(process.pid()));
         all.max_by(|a, b| a.pss.total_cmp(&b.pss)).expect("there is a process")
     };
-    let mut last = (largest(), Instant::now());
+    let mut last = largest();
     wait_for("the memory to come to rest", || {
         std::thread::sleep(Duration::from_millis(500));
         let now = largest();
-        if (now.pss - last.0.pss).abs() >= 64e3 {
-            last = (now, Instant::now());
-        }
-        (last.1.elapsed() >= quiet).then_some(now)
+        let quiet = (now.pss - last.pss).abs() < 64e3;
+        last = now;
+        quiet.then_some(now)
     })
 }

@@ -13,9 +13,9 @@ use crate::scale::{Scale, sidecar_memory};
 
 pub const MB: f64 = 1e6;
 const KB: f64 = 1e3;
-/// Steps up to the number that the figure is taken over.
 /// How long the threads that wrote a dump stay, with what they have freed.
 const DUMP_THREADS: Duration = Duration::from_secs(12);
+/// Steps up to the number that the figure is taken over.
 const PODS: [usize; 4] = [0, 25, 50, 100];
 const CONNECTIONS: [usize; 4] = [0, 250, 500, 1000];
 

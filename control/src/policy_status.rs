@@ -101,9 +101,9 @@ fn log(older: &Statuses, newer: &Statuses, changed: &[ObjectKey]) {
         };
         let before = before.map(|(state, _)| state.label());
         if state.is_error() || state.is_warning() {
-            tracing::warn!(policy = %key, state = state.label(), before, message, "a policy is not enforced as written");
+            tracing::warn!(policy = %key, state = state.label(), before, meaning = message, "a policy is not enforced as written");
         } else {
-            tracing::info!(policy = %key, state = state.label(), before, message, "a policy is accepted");
+            tracing::info!(policy = %key, state = state.label(), before, meaning = message, "a policy is accepted");
         }
     }
     if lines > LINES {

@@ -369,5 +369,5 @@ fn words(time: Duration) -> String {
 
 const NEXT_KEY: &str = "next-key.pem";
 const PLUG_IN: &str = "to rotate it, put the new root beside the old one in root-cert.pem; when every certificate has been \
-                       renewed (half of the longest life), replace ca-key.pem, ca-cert.pem and cert-chain.pem; when the \
+                       renewed (three quarters of the longest life), replace ca-key.pem, ca-cert.pem and cert-chain.pem; when the \
                        last old certificate has ended, take the old root out of root-cert.pem";

@@ -87,7 +87,8 @@ impl PeerAuthentications {
         if selecting().any(|p| p.invalid) {
             return Some(self.static_strict_key());
         }
-        let workload = selecting().filter(|p| !p.target.labels.is_empty()).min_by_key(|p| &p.age);
+        let labelled = selecting().filter(|p| !p.target.labels.is_empty() && p.says_something());
+        let workload = labelled.min_by_key(|p| &p.age);
         let parent = self.mode_of_namespace(namespace);
         let Some(workload) = workload else { return (parent == Mode::Strict).then(|| self.static_strict_key()) };
         if workload.converted(parent).is_some() {
@@ -142,9 +143,10 @@ impl PeerAuthentications {
         self.all.range(from..).take_while(move |(name, _)| name.namespace == wanted).map(|(_, peer)| peer)
     }
 
-    /// The oldest without labels.
+    /// The oldest without labels that says something.
     fn of_all_pods(&self, namespace: &str) -> Option<&Peer> {
-        self.of(namespace).filter(|p| p.target.labels.is_empty() && !p.invalid).min_by_key(|p| &p.age)
+        let all = self.of(namespace).filter(|p| p.target.labels.is_empty() && !p.invalid && p.says_something());
+        all.min_by_key(|p| &p.age)
     }
 
     /// What counts where no labels match.
@@ -172,7 +174,8 @@ impl PeerAuthentications {
             }
             return;
         }
-        for older in self.of(namespace).filter(|o| o.age < peer.age && !o.target.labels.is_empty() && !o.invalid) {
+        let counts = |o: &&Peer| !o.target.labels.is_empty() && !o.invalid && o.says_something();
+        for older in self.of(namespace).filter(|o| o.age < peer.age).filter(counts) {
             let (mine, theirs) = (&peer.target.labels, &older.target.labels);
             if theirs.iter().all(|(key, value)| mine.get(key) == Some(value)) {
                 *state = State::NoEffect;
@@ -244,6 +247,11 @@ impl Peer {
             ports(|mode| mode == Mode::Strict).map(rule).collect()
         };
         (!rules.is_empty()).then_some(rules)
+    }
+
+    /// What says nothing must not stand before one that does: an UNSET one would switch STRICT off.
+    fn says_something(&self) -> bool {
+        self.mode != Mode::Unset || (!self.ports_are_ignored() && self.ports.values().any(|mode| *mode != Mode::Unset))
     }
 
     fn ports_are_ignored(&self) -> bool {

@@ -497,6 +497,16 @@ fn the_nearest_mode_that_is_set_counts_and_the_oldest_of_one_level() {
         ),
         ("the oldest of the mesh", vec![("root/z", mtls("STRICT")), ("root/a", mtls("PERMISSIVE"))], s),
         ("the oldest of a namespace", vec![("shop/z", mtls("PERMISSIVE")), ("shop/a", mtls("STRICT"))], none),
+        ("an older one of a namespace, unset", vec![("shop/z", mtls("UNSET")), ("shop/a", mtls("STRICT"))], s),
+        ("an older one of the mesh, empty", vec![("root/z", json!({})), ("root/a", mtls("STRICT"))], s),
+        (
+            "an older one of a workload, unset",
+            vec![
+                ("shop/z", of_app("cart", None, json!({"80": {}}))),
+                ("shop/a", of_app("cart", Some("STRICT"), json!({}))),
+            ],
+            s,
+        ),
         (
             "the oldest of a workload",
             vec![

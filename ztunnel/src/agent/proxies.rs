@@ -77,6 +77,8 @@ struct Proxy {
     /// Those of them that it took from an earlier agent, and gave the sockets of back. That one may have begun to drain
     /// them.
     returned: Mutex<HashSet<String>>,
+    /// Held while a pod is given to it: the snapshot and the pod's own task may want to at one time.
+    giving: tokio::sync::Mutex<()>,
     /// Deletes that it did not answer.
     owed: Mutex<HashSet<String>>,
     /// It has the maps, without which it could not serve a pod.
@@ -157,7 +159,8 @@ impl Proxies {
     /// Gives the pod to the newest proxy.
     pub async fn add(&self, uid: &str) -> Result<(), OfferError> {
         let proxy = self.newest().ok_or(OfferError::NoProxy)?;
-        if lock(&proxy.taken).contains(uid) && !lock(&proxy.returned).contains(uid) {
+        let _giving = proxy.giving.lock().await;
+        if proxy.has(uid) {
             return Ok(());
         }
         let offer = match self.lock().offers.get(uid) {
@@ -264,6 +267,7 @@ impl Proxies {
             session: session.clone(),
             taken: Mutex::default(),
             returned: Mutex::default(),
+            giving: tokio::sync::Mutex::default(),
             owed: Mutex::default(),
             usable: AtomicBool::new(false),
             silent: AtomicBool::new(false),
@@ -332,6 +336,10 @@ impl Proxies {
                 proxy.insist(|| Request::Keep { uid: uid.to_owned() }).await?;
             }
             Some(Offered::Pod(offer)) => loop {
+                let _giving = proxy.giving.lock().await;
+                if proxy.has(uid) {
+                    break;
+                }
                 match proxy.add(&offer).await {
                     Ok(()) => break,
                     Err(OfferError::Request(RequestError::Timeout(_))) => {}
@@ -392,6 +400,11 @@ impl Proxy {
             Err(RequestError::Closed(_) | RequestError::NoExtension | RequestError::TooLong(_)) => {}
         }
         result
+    }
+
+    /// Whether it has taken the pod, and knows that it is wanted in the mesh.
+    fn has(&self, uid: &str) -> bool {
+        lock(&self.taken).contains(uid) && !lock(&self.returned).contains(uid)
     }
 
     async fn add(&self, offer: &Offer) -> Result<(), OfferError> {

@@ -4,15 +4,17 @@
 use std::fmt::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use ::http::StatusCode;
+use rustls::pki_types::UnixTime;
 use serde::Serialize;
 
 use super::inbound::ILLEGAL_PORTS;
 use super::neighbour;
 use super::route::{Hop, HopKind, route};
 use super::state::{Phase, Shared};
-use crate::identity::{Identity, State};
+use crate::identity::{Certificate, Identity, PeerError, PeerRole, State, TrustDomain};
 use crate::mesh::{NetworkAddress, Request, Service, Snapshot, TunnelProtocol, Workload};
 use crate::policy::{Connection, Decision, PolicySet, evaluate};
 use crate::telemetry::http;
@@ -47,6 +49,8 @@ pub trait NodeFacts {
     fn phase(&self, workload: &Workload) -> Option<Phase>;
     /// Whether the proxy reaches the hop's pod without a tunnel, because it serves that one too.
     fn attests(&self, source: &Workload, hop: &Hop) -> bool;
+    /// Whether a workload of trust domain `own` takes peers of `theirs`.
+    fn takes(&self, own: &TrustDomain, theirs: &TrustDomain) -> bool;
     /// The state of an identity's certificate; nothing if this proxy does not hold it.
     fn certificate(&self, identity: &Identity) -> Option<CertificateState>;
 }
@@ -208,7 +212,7 @@ fn from_outside(mesh: &Snapshot, facts: &impl NodeFacts, source: &Source, target
     };
     let text = match (&source.workload, identity) {
         (_, Some(identity)) => {
-            format!("no workload with this identity is known; a peer that shows {identity} is taken")
+            format!("no workload with this identity is known; somebody shows {identity}")
         }
         (Some(workload), None) => format!("{} is not in the mesh: its connections come in the clear", workload.name),
         (None, None) => "no workload has this address: its connections come in the clear".to_owned(),
@@ -263,11 +267,19 @@ fn endpoint(
         let connection = Connection { identity: identity.cloned(), source, destination };
         evaluate(&policies_of(mesh, workload), &connection)
     });
+    let certificate = facts.certificate(&workload.identity());
+    // Only a connection with an identity meets trust.
+    let stranger = identity.filter(|i| in_mesh.is_some() && !facts.takes(&workload.trust_domain, i.trust_domain()));
+    let without = certificate.as_ref().filter(|state| in_mesh.is_some() && identity.is_some() && !state.is_usable);
+    let left_out = taken
+        .map(|port| format!("port {port} is the proxy's own"))
+        .or_else(|| stranger.map(|i| format!("it takes no peers of trust domain {}", i.trust_domain())))
+        .or_else(|| without.map(|_| "its certificate cannot be used".to_owned()));
     Endpoint {
         workload: format!("{}/{}", workload.namespace, workload.name),
         address,
-        left_out: taken.map(|port| format!("port {port} is the proxy's own")),
-        certificate: facts.certificate(&workload.identity()).map(|state| state.text),
+        left_out,
+        certificate: certificate.map(|state| state.text),
         policy: judged,
     }
 }
@@ -495,9 +507,23 @@ pub fn page(shared: &Shared, request: &http::Request) -> http::Response {
 /// The facts of a running proxy.
 struct Running<'a>(&'a Shared);
 
+impl Running<'_> {
+    /// As a peer of the same trust domain here would look at it.
+    fn taken_by_its_own(&self, certificate: &Certificate) -> Result<(), PeerError> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let (trust, domain) = (self.0.certificates.trust(), certificate.identity().trust_domain());
+        let verify = |role| trust.verify(domain, certificate.chain(), role, UnixTime::since_unix_epoch(now));
+        verify(PeerRole::Client).and_then(|()| verify(PeerRole::Server))
+    }
+}
+
 impl NodeFacts for Running<'_> {
     fn phase(&self, workload: &Workload) -> Option<Phase> {
         self.0.pod_of(workload).map(|pod| *pod.phase.borrow())
+    }
+
+    fn takes(&self, own: &TrustDomain, theirs: &TrustDomain) -> bool {
+        self.0.certificates.trust().accepts(own, theirs)
     }
 
     fn attests(&self, source: &Workload, hop: &Hop) -> bool {
@@ -512,7 +538,10 @@ impl NodeFacts for Running<'_> {
             State::Available(certificate) if !certificate.is_valid() => {
                 (false, "its certificate is not valid now".into())
             }
-            State::Available(_) => (true, "its certificate is good".to_owned()),
+            State::Available(certificate) => match self.taken_by_its_own(certificate) {
+                Ok(()) => (true, "its certificate is good".to_owned()),
+                Err(error) => (false, format!("no peer that trusts as this node does takes its certificate: {error}")),
+            },
         };
         if let (true, Some(error)) = (is_usable, &state.last_error) {
             let _ = write!(text, ", but the last renewal failed: {error}");

@@ -14,7 +14,7 @@ use super::explain::{BadQuestion, CertificateState, Explanation, NodeFacts, Ques
 use super::neighbour;
 use super::route::Hop;
 use super::state::Phase;
-use crate::identity::Identity;
+use crate::identity::{Identity, Trust, TrustDomain, TrustSettings};
 use crate::mesh::{Mesh, NetworkAddress, Unusable, Workload, convert_service, convert_workload};
 use crate::policy::{self, PolicyAction};
 use crate::proto::security as policy_wire;
@@ -26,6 +26,7 @@ pub struct Saved {
     pods: Vec<(PodInfo, Phase)>,
     certificates: HashMap<String, String>,
     same_node_encryption: bool,
+    trust: Trust,
 }
 
 /// Why a dump cannot be used.
@@ -246,6 +247,20 @@ struct PodInfo {
 #[serde(rename_all = "camelCase", default)]
 struct ConfigText {
     same_node_encryption: bool,
+    mesh: MeshText,
+    trust: TrustText,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct MeshText {
+    trust_domain: String,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct TrustText {
+    trust_domain_aliases: Vec<String>,
 }
 
 impl Saved {
@@ -293,6 +308,11 @@ impl Saved {
             pods: pods.collect(),
             certificates: certificates.collect(),
             same_node_encryption: dump.config.same_node_encryption,
+            trust: Trust::new(TrustSettings {
+                domain: TrustDomain::new(&dump.config.mesh.trust_domain),
+                aliases: dump.config.trust.trust_domain_aliases.iter().map(|alias| TrustDomain::new(alias)).collect(),
+                ..TrustSettings::default()
+            }),
         })
     }
 
@@ -315,6 +335,10 @@ impl Saved {
 impl NodeFacts for Saved {
     fn phase(&self, workload: &Workload) -> Option<Phase> {
         self.pod_of(workload).map(|(_, phase)| *phase)
+    }
+
+    fn takes(&self, own: &TrustDomain, theirs: &TrustDomain) -> bool {
+        self.trust.accepts(own, theirs)
     }
 
     fn attests(&self, source: &Workload, hop: &Hop) -> bool {

@@ -15,6 +15,10 @@ impl NodeFacts for Node {
         self.0.get(&*workload.name).map(|(phase, _)| *phase)
     }
 
+    fn takes(&self, own: &TrustDomain, theirs: &TrustDomain) -> bool {
+        own == theirs
+    }
+
     fn attests(&self, _: &Workload, _: &Hop) -> bool {
         false
     }
@@ -149,6 +153,22 @@ fn a_policy_that_denies_is_named_with_its_rule() {
     assert_eq!(answer.outcome, Outcome::Refused, "{answer}");
     let answer = ask(&mesh, &node(), "spiffe://cluster.local/ns/shop/sa/other", "10.0.0.2:8080").unwrap();
     assert_eq!(answer.outcome, Outcome::Allowed, "{answer}");
+}
+
+#[test]
+fn an_endpoint_that_would_not_take_the_peer_or_has_no_certificate_is_left_out() {
+    let mesh = mesh(Vec::new());
+    let left_out = |node: &Node, from: &str| {
+        let answer = ask(&mesh, node, from, "10.0.0.2:8080").unwrap();
+        (answer.outcome, answer.endpoints[0].left_out.clone().unwrap_or_default())
+    };
+    let (outcome, why) = left_out(&node(), "spiffe://elsewhere/ns/shop/sa/client");
+    assert_eq!(outcome, Outcome::Refused);
+    assert!(why.contains("trust domain elsewhere"), "{why}");
+    let usable =
+        |is_usable| Node(HashMap::from([("client", (Phase::Serving, true)), ("web-a", (Phase::Serving, is_usable))]));
+    assert_eq!(left_out(&usable(true), "shop/client"), (Outcome::Allowed, String::new()));
+    assert_eq!(left_out(&usable(false), "shop/client"), (Outcome::Refused, "its certificate cannot be used".into()));
 }
 
 #[test]

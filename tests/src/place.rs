@@ -246,13 +246,19 @@ impl Dial<'_> {
     }
 }
 
-/// A binary of this project, built beside the running test, demo or bench.
-pub fn binary(name: &str) -> PathBuf {
+/// Where the running test, demo or bench was built, and the project's binaries beside it.
+pub(crate) fn built_in() -> PathBuf {
     let own = std::env::current_exe().expect("the path of the running program is known");
     let mut dir = own.parent().expect("a program lies in a directory");
     if dir.ends_with("deps") || dir.ends_with("examples") {
         dir = dir.parent().expect("deps lies in the target directory");
     }
+    dir.to_owned()
+}
+
+/// A binary of this project, built beside the running test, demo or bench.
+pub fn binary(name: &str) -> PathBuf {
+    let dir = built_in();
     let path = dir.join(name);
     let release = if dir.ends_with("release") { " --release" } else { "" };
     assert!(

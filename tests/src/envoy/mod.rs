@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::certs::Leaf;
 use crate::daemon::Daemon;
-use crate::place::{Place, binary};
+use crate::place::{Place, built_in};
 use crate::wait::wait_for;
 
 pub use sidecar::SidecarPorts;
@@ -247,8 +247,7 @@ fn envoy_binary() -> PathBuf {
     if let Some(path) = std::env::var_os("UNDERSTORY_ENVOY") {
         return path.into();
     }
-    let target = binary("testapp").parent().and_then(Path::parent).expect("a target directory").to_owned();
-    target.join("tools/envoy/envoy/_bin/envoy")
+    built_in().parent().expect("a target directory").join("tools/envoy/envoy/_bin/envoy")
 }
 
 /// What Envoy says of its version; nothing if there is no Envoy.

@@ -183,7 +183,7 @@ fn an_abandoned_stream_is_a_reset_for_the_app_and_only_end_stream_is_an_end() {
 /// Else a peer that opens and resets streams in a row would use up the node's descriptors.
 #[test]
 fn the_dial_for_a_stream_that_its_peer_gives_up_is_given_up_too() {
-    let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("CONNECT_TIMEOUT", "120s"));
+    let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("CONNECT_TIMEOUT", "29s"));
     let plain = shop.tb.pod("legacy/plain").start();
     let leaf = shop.mesh().authority().issue(PEER);
     // An app whose port answers nothing.

@@ -145,7 +145,7 @@ pub async fn open(
     };
     let trust = shared.certificates.trust();
     let generation = trust.generation();
-    let pair = certificates(worker, source.identity(), own.identity(), told).await?;
+    let Some(pair) = certificates(worker, source.identity(), own.identity(), told).await? else { return Ok(None) };
     let judged = policy::Connection { identity: Some(identity), source: from, destination: to };
     let judged_by = judge(worker, &neighbour, &judged, &flow).await.map_err(told)?;
     let kept = neighbour.connection(&shared.config.limits).map_err(told)?;
@@ -177,6 +177,10 @@ pub async fn open(
             }
             return Ok(None);
         }
+        Err(error) if matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable) => {
+            tracing::debug!(pod = pod.name, %to, %error, "no port is free towards a pod of this node: a tunnel is used");
+            return Ok(None);
+        }
         Err(error) => {
             return Err(told(Failure::new(
                 ResponseFlag::Connect,
@@ -206,14 +210,14 @@ pub fn note(worker: &Worker, ended: Vec<String>) {
     tracing::warn!(connections = ended.len(), first_reason, "connections between pods of this node were ended");
 }
 
-/// The certificates of both ends. Nothing is encrypted with them, but who has none that its peer would take is refused,
-/// as over a tunnel.
+/// The certificates of both ends. Nothing is encrypted with them, but who has none is refused, as over a tunnel. Nothing:
+/// one of them would not be taken, which the handshake of a tunnel decides.
 async fn certificates(
     worker: &Worker,
     source: Identity,
     destination: Identity,
     told: impl Fn(Failure) -> Failure,
-) -> Result<Pair, Failure> {
+) -> Result<Option<Pair>, Failure> {
     let shared = &worker.shared;
     let limit = shared.config.timeouts.certificate;
     let no_certificate = |error: String| Failure::new(ResponseFlag::IdentityError, "identity", error);
@@ -221,11 +225,11 @@ async fn certificates(
     let destination = shared.certificates.wait(&destination, limit).await;
     let destination = destination.map_err(|e| told(no_certificate(format!("of the server: {e}"))))?;
     let pair = Pair { source, destination };
-    worker.neighbours.check(shared.certificates.trust(), &pair).map_err(|(role, error)| {
-        let flag = refusal_flag(&shared.trust_counters, direction(role), &error);
-        told(Failure::new(flag, "handshake", format!("{}: {error}", end(role))))
-    })?;
-    Ok(pair)
+    let checked = worker.neighbours.check(shared.certificates.trust(), &pair);
+    if let Err((role, error)) = &checked {
+        tracing::debug!(%error, "{} would not be taken on this node: a tunnel is tried", end(*role));
+    }
+    Ok(checked.is_ok().then_some(pair))
 }
 
 /// The certificates that two ends would show each other.

@@ -1,9 +1,16 @@
 //! Connections between two pods of one node: without a tunnel, and with everything else that a tunnel gives.
 
+use std::net::{SocketAddr, TcpListener};
+use std::panic::AssertUnwindSafe;
+use std::sync::Barrier;
 use std::time::Duration;
 
+use rustix::thread::{UnshareFlags, unshare_unsafe};
 use testbed::{AccessLine, Behaviour, End, MeshOptions, Shop, StreamExt, wait_for};
+use ztunnel::lifecycle::raise_descriptor_limit;
 
+/// Tables of descriptors that share the ports.
+const PARTS: usize = 4;
 const CANARY: &[u8] = b"canary-between-neighbours";
 
 fn is_attested(line: &AccessLine) -> bool {
@@ -208,4 +215,44 @@ fn a_neighbour_that_leaves_is_reached_in_the_clear_and_one_that_is_gone_ends_its
     last.time_to_end();
     let mut late = shop.client.connect(shop.near.at(8080)).expect("the proxy accepts");
     assert_eq!(late.say_in_vain(CANARY), (Vec::new(), End::Reset));
+}
+
+/// An app's closed connections keep their ports for a minute, and have soon all that the kernel gives by itself: with the
+/// very address that dials to neighbours come from.
+#[test]
+fn an_app_that_has_used_up_its_ports_still_reaches_its_neighbour_without_a_tunnel() {
+    let shop = Shop::in_mesh();
+    let _server = shop.near.serve(8080, Behaviour::Echo);
+    raise_descriptor_limit();
+    let ports: Vec<u16> = (32_768..61_000).collect();
+    let (taken, done) = (Barrier::new(PARTS + 1), Barrier::new(PARTS + 1));
+    std::thread::scope(|scope| {
+        for part in ports.chunks(ports.len().div_ceil(PARTS)) {
+            scope.spawn(|| {
+                // SAFETY: the thread has a table of descriptors of its own from then on, and ends with it: no process may
+                // have so many.
+                unsafe { unshare_unsafe(UnshareFlags::FILES) }.expect("a table of descriptors");
+                let bind = |port: &u16| TcpListener::bind(SocketAddr::new(shop.client.ip(), *port)).ok();
+                let held: Vec<_> = shop.client.netns().run(|| part.iter().filter_map(bind).collect());
+                taken.wait();
+                done.wait();
+                assert!(held.len() > part.len() * 99 / 100, "only {} of {} ports", held.len(), part.len());
+            });
+        }
+        taken.wait();
+        let dialled = std::panic::catch_unwind(AssertUnwindSafe(|| reach_near(&shop)));
+        done.wait();
+        dialled.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+/// Twenty times, from ports that are free.
+fn reach_near(shop: &Shop) {
+    for port in 20_000..20_020 {
+        let from = SocketAddr::new(shop.client.ip(), port);
+        shop.client.dial(shop.near_service.at(80)).from(from).connect().expect("connect").ask(b"hello");
+    }
+    let node = shop.mesh().node(0);
+    let attested = || node.access_log().iter().filter(|l| is_attested(l) && l.get("direction") == "outbound").count();
+    wait_for("all of them without a tunnel", || (attested() == 20).then_some(()));
 }

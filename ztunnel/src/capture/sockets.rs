@@ -80,7 +80,7 @@ impl TcpSettings {
     ) -> io::Result<TcpStream> {
         let mut refused = None;
         for attempt in 0..BIND_TRIES {
-            let port = if attempt == 0 && client.port() != 0 { client.port() } else { random_port() };
+            let port = if attempt == 0 && client.port() != 0 { client.port() } else { random_port(PORTS) };
             match self.dial_app_from(pod, pass, SocketAddr::new(client.ip(), port), app).await {
                 Err(error) if matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable) => {
                     refused = Some(error);
@@ -125,8 +125,11 @@ impl TcpSettings {
         begin: impl Fn(SocketAddr) -> G,
     ) -> io::Result<Dialled<G>> {
         let mut refused = io::Error::from(io::ErrorKind::AddrInUse);
-        for _ in 0..BIND_TRIES {
-            let from = SocketAddr::new(from, random_port());
+        for attempt in 0..BIND_TRIES {
+            // Connections that the pod's apps have closed keep ports of the usual range for a minute, with this very
+            // address: under traffic there may soon be none left.
+            let ports = if attempt % 2 == 0 { HIGH_PORTS } else { PORTS };
+            let from = SocketAddr::new(from, random_port(ports));
             let socket = self.own_socket(pod, marked, app)?;
             // What goes from pod to pod crosses the node's network, which may come to drop it.
             self.keep_alive(SockRef::from(&socket))?;
@@ -277,14 +280,16 @@ fn set_transparent_v6(socket: &Socket) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-fn random_port() -> u16 {
-    (PORTS.0 + random::below(u64::from(PORTS.1 - PORTS.0)) as u32) as u16
+fn random_port((first, end): (u32, u32)) -> u16 {
+    (first + random::below(u64::from(end - first)) as u32) as u16
 }
 
 const KEEPALIVE_RETRIES: u32 = 9;
 /// Ports that are tried where the client's own one is taken.
 const BIND_TRIES: u32 = 12;
 const PORTS: (u32, u32) = (32768, 61000);
+/// Above those that the kernel gives by itself.
+const HIGH_PORTS: (u32, u32) = (61000, 65536);
 
 #[cfg(test)]
 mod tests {

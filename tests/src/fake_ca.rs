@@ -8,7 +8,6 @@ use std::time::{Duration, SystemTime};
 use prost_types::value::Kind;
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
-use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 use ztunnel::proto::citadel::istio_certificate_service_server::{
     IstioCertificateService, IstioCertificateServiceServer,
@@ -16,6 +15,7 @@ use ztunnel::proto::citadel::istio_certificate_service_server::{
 use ztunnel::proto::citadel::{IstioCertificateRequest, IstioCertificateResponse};
 
 use crate::certs::Authority;
+use crate::grpc::serve_grpc;
 use crate::testbed::Outside;
 
 const PORT: u16 = 15013;
@@ -87,20 +87,8 @@ impl FakeCa {
             issued: HashMap::new(),
         };
         let state = Arc::new(Mutex::new(state));
-        let listener = place.listen(PORT);
-        listener.set_nonblocking(true).expect("make a listener non-blocking");
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .expect("start a runtime");
         let service = IstioCertificateServiceServer::new(Service(state.clone()));
-        runtime.spawn(async move {
-            let listener = tokio::net::TcpListener::from_std(listener).expect("take over a listener");
-            let serving = tonic::transport::Server::builder().add_service(service);
-            // Ends with the runtime.
-            let _ = serving.serve_with_incoming(TcpListenerStream::new(listener)).await;
-        });
+        let runtime = serve_grpc(place, PORT, tonic::transport::Server::builder().add_service(service));
         Self { state, address: format!("http://{}:{PORT}", place.ip4()), _runtime: runtime }
     }
 

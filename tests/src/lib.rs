@@ -53,6 +53,7 @@ mod cluster;
 mod daemon;
 mod envoy;
 mod fake_ca;
+mod grpc;
 mod hbone;
 mod http;
 pub mod load;
@@ -79,6 +80,7 @@ pub use cluster::{
 pub use daemon::{Daemon, LogMark, describe};
 pub use envoy::{Envoy, SidecarPorts, envoy_version};
 pub use fake_ca::{FakeCa, Manner};
+pub use grpc::serve_grpc;
 pub use hbone::{
     Begun, Connected, END_HEADERS, HboneClient, RawTunnel, TunnelError, connect_block, frame, frame_bytes,
 };

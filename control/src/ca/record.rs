@@ -188,7 +188,8 @@ impl Recorder {
     /// Notes that a certificate below a root ends then, before it is handed out. What is noted is some time ahead, so
     /// that not each certificate costs a write.
     pub fn note_leaf(&self, root: &Cert, end: SystemTime, lifetime: Duration) -> Result<(), CaError> {
-        if self.held().root(root).and_then(|root| root.leaves_until).is_some_and(|until| until >= seconds(end)) {
+        let noted = |held: &Held| held.record.root(root).and_then(|root| root.leaves_until);
+        if noted(&self.held.lock().unwrap_or_else(PoisonError::into_inner)) >= Some(seconds(end)) {
             return Ok(());
         }
         self.update(|record| record.root_mut(root).leaves_live_until(end + lifetime / 8)).1

@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use prost::Message;
-use testbed::{Outside, Pod, wait_for};
+use testbed::{Outside, Pod, serve_grpc, wait_for};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use ztunnel::discovery::MORE;
 use ztunnel::proto::discovery::aggregated_discovery_service_server::{
@@ -63,20 +63,8 @@ impl Source {
     pub fn start(place: &Outside, pods: &[&Pod], size: Size) -> Self {
         let own = pods.iter().map(|pod| (pod.node().to_owned(), resource(record_of(pod)))).collect();
         let shared = Arc::new(Shared { size: Mutex::new(size), own, streams: Mutex::default() });
-        let listener = place.listen(PORT);
-        listener.set_nonblocking(true).expect("make a listener non-blocking");
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .expect("start a runtime");
         let service = AggregatedDiscoveryServiceServer::new(Service(shared.clone()));
-        runtime.spawn(async move {
-            let listener = tokio::net::TcpListener::from_std(listener).expect("take over a listener");
-            let serving = tonic::transport::Server::builder().add_service(service);
-            // Ends with the runtime.
-            let _ = serving.serve_with_incoming(TcpListenerStream::new(listener)).await;
-        });
+        let runtime = serve_grpc(place, PORT, tonic::transport::Server::builder().add_service(service));
         Self { shared, address: format!("http://{}:{PORT}", place.ip4()), _runtime: runtime }
     }
 

@@ -98,7 +98,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
         let never = std::future::pending::<()>;
         let pages = admin_pages(sources, logging.clone(), shutdown.clone());
         let asked = shared.clone();
-        let pages = pages.get("/explain", move |request| super::explain::page(&asked, request));
+        let pages = pages.get("/explain", move |request| super::explain::running::page(&asked, request));
         tokio::spawn(admin.serve(pages, never()));
         tokio::spawn(metrics_server.serve(metrics.pages(Router::new()), never()));
         tokio::spawn(readiness_server.serve(readiness_pages(readiness, watchdog), never()));

@@ -3,13 +3,15 @@
 //!
 //! Must never take what it does not understand for something harmless: such a dump is refused.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use ipnet::IpNet;
-use serde::Deserialize;
 
+use self::form::{
+    AccountText, BalancerText, Dump, GatewayText, MatchText, PodInfo, PolicyText, ServiceText, Text, WorkloadText,
+};
 use super::explain::{BadQuestion, CertificateState, Explanation, NodeFacts, Question, explain};
 use super::neighbour;
 use super::route::Hop;
@@ -36,231 +38,6 @@ pub enum SavedError {
     Json(#[from] serde_json::Error),
     #[error("{kind} {name}: {reason}")]
     Resource { kind: &'static str, name: String, reason: String },
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Dump {
-    node: Node,
-    workloads: Vec<WorkloadText>,
-    services: Vec<ServiceText>,
-    policies: Vec<PolicyText>,
-    staged_services: BTreeMap<String, Vec<EndpointText>>,
-    certificates: Vec<CertificateText>,
-    workload_state: HashMap<String, PodText>,
-    #[serde(default)]
-    config: ConfigText,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Node {
-    name: String,
-    cluster: String,
-    policies_complete: bool,
-    unusable: Vec<UnusableText>,
-}
-
-#[derive(Deserialize)]
-struct UnusableText {
-    name: String,
-    addresses: Vec<String>,
-    reason: String,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct WorkloadText {
-    uid: String,
-    workload_ips: Vec<IpAddr>,
-    waypoint: Option<GatewayText>,
-    network_gateway: Option<GatewayText>,
-    protocol: String,
-    name: String,
-    namespace: String,
-    #[serde(default)]
-    trust_domain: String,
-    #[serde(default)]
-    service_account: String,
-    #[serde(default)]
-    workload_name: String,
-    #[serde(default)]
-    hostname: String,
-    #[serde(default)]
-    network: String,
-    #[serde(default)]
-    node: String,
-    status: String,
-    #[serde(default)]
-    cluster_id: String,
-    locality: LocalityText,
-    #[serde(default)]
-    native_tunnel: bool,
-    capacity: u32,
-    application_tunnel: Option<TunnelText>,
-    #[serde(default)]
-    authorization_policies: Vec<String>,
-    network_mode: String,
-}
-
-#[derive(Deserialize)]
-struct LocalityText {
-    #[serde(default)]
-    region: String,
-    #[serde(default)]
-    zone: String,
-    #[serde(default)]
-    subzone: String,
-}
-
-#[derive(Deserialize)]
-struct TunnelText {
-    protocol: String,
-    port: Option<u16>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct GatewayText {
-    destination: String,
-    hbone_mtls_port: u32,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct ServiceText {
-    name: String,
-    namespace: String,
-    hostname: String,
-    vips: Vec<String>,
-    #[serde(default)]
-    cidr_vips: Vec<RangeText>,
-    ports: BTreeMap<u16, u16>,
-    endpoints: BTreeMap<String, EndpointText>,
-    #[serde(default)]
-    subject_alt_names: Vec<String>,
-    waypoint: Option<GatewayText>,
-    #[serde(default)]
-    weighted_waypoints: Vec<WeightedText>,
-    load_balancer: Option<BalancerText>,
-    ip_families: Option<String>,
-    canonical: bool,
-    visibility: String,
-}
-
-#[derive(Deserialize)]
-struct RangeText {
-    network: String,
-    cidr: IpNet,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct EndpointText {
-    workload_uid: String,
-    port: BTreeMap<u16, u16>,
-}
-
-#[derive(Deserialize)]
-struct WeightedText {
-    #[serde(flatten)]
-    destination: GatewayText,
-    weight: u32,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct BalancerText {
-    routing_preferences: Vec<String>,
-    mode: String,
-    health_policy: String,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct PolicyText {
-    name: String,
-    namespace: String,
-    scope: String,
-    action: String,
-    dry_run: bool,
-    not_understood: Option<String>,
-    rules: Vec<Vec<Vec<MatchText>>>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-struct MatchText {
-    namespaces: Vec<Text>,
-    not_namespaces: Vec<Text>,
-    service_accounts: Vec<AccountText>,
-    not_service_accounts: Vec<AccountText>,
-    principals: Vec<Text>,
-    not_principals: Vec<Text>,
-    source_ips: Vec<IpNet>,
-    not_source_ips: Vec<IpNet>,
-    destination_ips: Vec<IpNet>,
-    not_destination_ips: Vec<IpNet>,
-    destination_ports: Vec<u32>,
-    not_destination_ports: Vec<u32>,
-    not_understood: bool,
-}
-
-#[derive(Deserialize)]
-enum Text {
-    Exact(String),
-    Prefix(String),
-    Suffix(String),
-    Presence(),
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct AccountText {
-    namespace: String,
-    service_account: String,
-}
-
-#[derive(Deserialize)]
-struct CertificateText {
-    identity: String,
-    state: String,
-}
-
-#[derive(Deserialize)]
-struct PodText {
-    state: String,
-    info: PodInfo,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct PodInfo {
-    name: String,
-    namespace: String,
-    service_account: String,
-    #[serde(default)]
-    by_ebpf: bool,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "camelCase", default)]
-struct ConfigText {
-    same_node_encryption: bool,
-    mesh: MeshText,
-    trust: TrustText,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "camelCase", default)]
-struct MeshText {
-    trust_domain: String,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "camelCase", default)]
-struct TrustText {
-    trust_domain_aliases: Vec<String>,
 }
 
 impl Saved {
@@ -320,9 +97,7 @@ impl Saved {
     pub fn explain(&self, question: &Question) -> Result<Explanation, BadQuestion> {
         explain(&self.mesh.load(), self, question)
     }
-}
 
-impl Saved {
     fn pod_of(&self, workload: &Workload) -> Option<&(PodInfo, Phase)> {
         self.pods.iter().find(|(pod, _)| {
             pod.name == *workload.name
@@ -635,5 +410,6 @@ fn octets(ip: IpAddr) -> Vec<u8> {
     }
 }
 
+mod form;
 #[cfg(test)]
 mod tests;

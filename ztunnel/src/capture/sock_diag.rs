@@ -2,7 +2,7 @@
 //! (`SOCK_DESTROY`): the app reads `ECONNABORTED`, the peer gets a RST.
 
 use std::io;
-use std::net::{Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 
 use rustix::net::netlink::{self, SocketAddrNetlink};
@@ -40,6 +40,24 @@ struct SocketId {
     bytes: [u8; SOCKET_ID],
 }
 
+impl SocketId {
+    /// Of the connection with these ends, whatever its cookie.
+    fn of(local: SocketAddr, peer: SocketAddr) -> Self {
+        let mut bytes = [0; SOCKET_ID];
+        bytes[0..2].copy_from_slice(&local.port().to_be_bytes());
+        bytes[2..4].copy_from_slice(&peer.port().to_be_bytes());
+        for (at, ip) in [(4, local.ip()), (20, peer.ip())] {
+            match ip {
+                IpAddr::V4(ip) => bytes[at..at + 4].copy_from_slice(&ip.octets()),
+                IpAddr::V6(ip) => bytes[at..at + 16].copy_from_slice(&ip.octets()),
+            }
+        }
+        bytes[40..].fill(0xff);
+        let family = if local.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        Self { family: family as u8, bytes }
+    }
+}
+
 /// All listening and open sockets of both families.
 pub fn tcp_sockets(netns: &Netns) -> io::Result<Vec<TcpSocket>> {
     let socket = open(netns)?;
@@ -50,6 +68,19 @@ pub fn tcp_sockets(netns: &Netns) -> io::Result<Vec<TcpSocket>> {
         receive(&socket, |message| sockets.extend(parse(message)))?;
     }
     Ok(sockets)
+}
+
+/// The open connection with these ends, if there is one.
+pub fn connection(netns: &Netns, local: SocketAddr, peer: SocketAddr) -> io::Result<Option<TcpSocket>> {
+    let socket = open(netns)?;
+    let mut found = None;
+    send(&socket, &request(SOCK_DIAG_BY_FAMILY, libc::NLM_F_ACK, &SocketId::of(local, peer), STATES))?;
+    match receive(&socket, |message| found = parse(message)) {
+        Err(error) if error.raw_os_error() != Some(libc::ENOENT) => return Err(error),
+        _ => {}
+    }
+    // Where there is no connection, the kernel gives who listens.
+    Ok(found.filter(|s: &TcpSocket| s.state == TcpState::Open && s.local == local && s.peer == peer))
 }
 
 /// Ends a connection. `false` if it had ended by itself.
@@ -193,7 +224,9 @@ mod tests {
             let dialled = find(client_at, server_at).expect("the client's socket");
             assert_ne!(served.cookie, dialled.cookie);
 
+            assert_eq!(connection(&netns, server_at, client_at).unwrap(), Some(served.clone()));
             assert!(destroy(&netns, &served).unwrap());
+            assert_eq!(connection(&netns, server_at, client_at).unwrap(), None, "not the one that listens");
             assert_eq!(server.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
             assert_eq!(client.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
             assert!(!destroy(&netns, &served).unwrap(), "it is gone");
@@ -211,7 +244,9 @@ mod tests {
         let listed = tcp_sockets(&netns).unwrap();
         let local = SocketAddr::from(([127, 0, 0, 1], port));
         let served = listed.iter().find(|s| s.local == local && s.state == TcpState::Open);
-        assert!(destroy(&netns, served.expect("the server's socket")).unwrap());
+        let served = served.expect("the server's socket");
+        assert_eq!(connection(&netns, local, served.peer).unwrap().as_ref(), Some(served));
+        assert!(destroy(&netns, served).unwrap());
         assert_eq!(client.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
     }
 

@@ -28,7 +28,7 @@ pub use control_plane::{
 pub use crl::{CrlError, CrlSet};
 pub use crl_file::CrlFile;
 pub use key::{KeyError, PrivateKey};
-pub use peer::{PeerError, check_handshake, first_end, peer_identity};
+pub use peer::{Names, PeerError, check_handshake, first_end, peer_identity};
 pub use pem::{PemError, certificates as certificates_from_pem};
 pub use spiffe::{Identity, ParseIdentityError, TrustDomain};
 pub use store::{IdentityState, State, Store, StoreCounters, StoreError, StoreSettings};

@@ -58,7 +58,7 @@ pub async fn run(worker: Rc<Worker>) {
         let now = SystemTime::now();
         let (round, next) = worker.tunnels.tend(now, cut, denied);
         note(&worker, &round);
-        let (ended, sooner) = worker.neighbours.tend(now, cut, denied);
+        let (ended, sooner) = worker.attested.tend(now, cut, denied);
         neighbour::note(&worker, ended);
         let next = next.min(sooner);
         tokio::select! {
@@ -66,7 +66,7 @@ pub async fn run(worker: Rc<Worker>) {
             _ = trust.changed() => {
                 let round = worker.tunnels.judge().await;
                 note(&worker, &round);
-                let ended = worker.neighbours.judge(shared.certificates.trust(), &shared.trust_counters);
+                let ended = worker.attested.judge(shared.certificates.trust(), &shared.trust_counters);
                 neighbour::note(&worker, ended);
             }
             // So does this.

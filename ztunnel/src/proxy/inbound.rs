@@ -145,7 +145,7 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming) {
     let opened = Box::pin(establish(&tunnel, incoming, &mut flow));
     match opened.await {
         Ok((app, established)) => {
-            let connection = telemetry.open(flow);
+            let connection = tunnel.worker.shared.open(&tunnel.pod, flow);
             rejudge::established(&tunnel.worker.shared, &tunnel.pod, &connection, &app.judged_by);
             let Established { send, recv, count } = established;
             let half_close = tunnel.worker.shared.config.timeouts.half_close;

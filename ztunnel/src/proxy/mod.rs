@@ -1,5 +1,6 @@
 //! What a connection goes through: accepted from a pod's listener, looked up, judged, connected, relayed.
 
+mod attested;
 pub mod config;
 mod dump;
 pub mod explain;

@@ -25,7 +25,7 @@ use crate::hbone::{self, Dialled, OpenError, PoolKey, Stream, StreamError, Tunne
 use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Workload};
 use crate::random;
-use crate::telemetry::flow::{Authority, CloseReason, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
+use crate::telemetry::flow::{Authority, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
 
 /// Serves a connection to its end.
 pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: SocketAddr, counted: Counted) {
@@ -66,11 +66,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
         }
     };
     let half_close = worker.shared.config.timeouts.half_close;
-    let connection = worker.shared.telemetry.open(flow);
-    if *pod.phase.borrow() == Phase::Gone {
-        // Whoever cuts the pod's connections may not have seen this one.
-        connection.live().close(CloseReason::PodRemoved);
-    }
+    let connection = worker.shared.open(&pod, flow);
     let kept = (upstream.busy, pod, counted, open, work);
     match upstream.link {
         Link::Plain(server) => {
@@ -80,7 +76,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
             let Neighbour { socket, inbound, server, kept: of_server } = *neighbour;
             let relay = PlainRelay::new(app, socket, half_close);
             let (from, to) = (inbound.flow().src, inbound.flow().dst);
-            let at_order = move || neighbour::end_server_side(server, from, to);
+            let at_order = move || neighbour::end_server_side(&server, from, to);
             tokio::task::spawn_local(carry_both(relay, connection, inbound, at_order, (kept, of_server)));
         }
         Link::Tunnel(stream) => {
@@ -192,13 +188,15 @@ async fn connect(
     flow: &mut Flow,
 ) -> Result<Link, Failure> {
     let shared = &worker.shared;
-    if let Some(near) = neighbour::find(shared, source, &hop)
-        && let Some(near) = Box::pin(neighbour::open(worker, pod, source, near, &hop, flow)).await?
-    {
-        flow.protocol = Protocol::Attested;
-        flow.dst = near.inbound.flow().dst;
-        flow.authority = None;
-        return Ok(Link::Neighbour(Box::new(near)));
+    if let (Some(near), HopKind::Hbone { authority, .. }) = (neighbour::find(shared, source, &hop), &hop.kind) {
+        let opened = Box::pin(neighbour::open(worker, pod, source, near, *authority, flow)).await;
+        if !matches!(opened, Ok(None)) {
+            // No tunnel was tried, also where it was refused.
+            (flow.protocol, flow.dst, flow.authority) = (Protocol::Attested, *authority, None);
+        }
+        if let Some(near) = opened? {
+            return Ok(Link::Neighbour(Box::new(near)));
+        }
     }
     let flow = &*flow;
     let (tunnel, authority, expected) = match hop.kind {

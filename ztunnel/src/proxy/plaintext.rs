@@ -19,7 +19,7 @@ use super::worker::{Counted, Worker};
 use crate::capture::sockets::redirected_from;
 use crate::mesh::NetworkAddress;
 use crate::policy;
-use crate::telemetry::flow::{CloseReason, Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
+use crate::telemetry::flow::{Direction, Failure, Flow, Peer, Protocol, ResponseFlag};
 
 /// Serves a connection to its end.
 pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr, counted: Counted) {
@@ -47,12 +47,8 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
     });
     match reached.await {
         Ok(app) => {
-            let connection = worker.shared.telemetry.open(flow);
+            let connection = worker.shared.open(&pod, flow);
             rejudge::established(&worker.shared, &pod, &connection, &app.judged_by);
-            if *pod.phase.borrow() == Phase::Gone {
-                // Whoever cuts the pod's connections may not have seen this one.
-                connection.live().close(CloseReason::PodRemoved);
-            }
             let relay = PlainRelay::new(client_socket, app.socket, worker.shared.config.timeouts.half_close);
             tokio::task::spawn_local(carry(relay, connection, None, (counted, open, work)));
         }

@@ -21,8 +21,8 @@ use crate::hbone;
 use crate::identity::Store;
 use crate::lifecycle::Shutdown;
 use crate::mesh::{Mesh, Workload};
-use crate::telemetry::Telemetry;
-use crate::telemetry::flow::{Failure, ResponseFlag};
+use crate::telemetry::flow::{CloseReason, Failure, Flow, ResponseFlag};
+use crate::telemetry::{Connection, Telemetry};
 
 /// Shared by all threads.
 pub struct Shared {
@@ -153,6 +153,16 @@ impl Shared {
     pub fn pods(&self) -> MutexGuard<'_, HashMap<String, Arc<Pod>>> {
         // Every change is one insert or remove: a panic leaves the table whole.
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection of a pod is established.
+    pub fn open(&self, pod: &Pod, flow: Flow) -> Connection {
+        let connection = self.telemetry.open(flow);
+        if *pod.phase.borrow() == Phase::Gone {
+            // Whoever cuts the pod's connections may not have seen this one.
+            connection.live().close(CloseReason::PodRemoved);
+        }
+        connection
     }
 
     /// Pods have come or gone.

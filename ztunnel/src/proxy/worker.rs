@@ -16,7 +16,8 @@ use tokio::runtime;
 use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
-use super::neighbour::Neighbours;
+use super::attested::Attestations;
+use super::neighbour::Avoided;
 use super::state::{Phase, Pod, Shared};
 use super::{guard, inbound, outbound, plaintext};
 use crate::hbone::{Pool, Tunnels};
@@ -39,7 +40,8 @@ pub struct Worker {
     /// To and from peers.
     pub tunnels: Tunnels,
     /// Connections without a tunnel, between pods of this node.
-    pub neighbours: Neighbours,
+    pub attested: Attestations,
+    pub avoided: Avoided,
     /// Connections under way from here, by destination workload.
     pub busy: RefCell<HashMap<Arc<str>, u64>>,
     own: WorkerHandle,
@@ -79,8 +81,9 @@ pub fn start(shared: &Arc<Shared>, watchdog: &Watchdog) -> io::Result<Vec<runtim
         std::thread::Builder::new().name(format!("worker {index}")).spawn(move || {
             let tunnels = Tunnels::new(shared.certificates.trust().clone());
             let pool = Pool::new(shared.hbone.clone(), tunnels.clone());
-            let neighbours = Neighbours::default();
-            let worker = Rc::new(Worker { shared, pool, tunnels, neighbours, busy: RefCell::default(), own, index });
+            let (attested, avoided) = (Attestations::default(), Avoided::default());
+            let worker =
+                Rc::new(Worker { shared, pool, tunnels, attested, avoided, busy: RefCell::default(), own, index });
             LocalSet::new().block_on(&runtime, async move {
                 tokio::task::spawn_local(beat.run());
                 tokio::task::spawn_local(sweep(worker.clone()));

@@ -2,12 +2,14 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use socket2::SockRef;
@@ -112,9 +114,7 @@ async fn run(worker: Rc<Worker>, mut queue: mpsc::Receiver<Job>) {
     while let Some(job) = queue.recv().await {
         match job {
             Job::Serve(pod) => {
-                for listener in [Listener::Outbound, Listener::Plaintext, Listener::Hbone] {
-                    tokio::task::spawn_local(accept(worker.clone(), pod.clone(), listener));
-                }
+                tokio::task::spawn_local(accept(worker.clone(), pod));
             }
             Job::Connection(listener, pod, socket, client) => match TcpStream::from_std(socket) {
                 Ok(socket) => worker.begin(listener, pod, socket, client),
@@ -124,38 +124,26 @@ async fn run(worker: Rc<Worker>, mut queue: mpsc::Receiver<Job>) {
     }
 }
 
-async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
-    let fd: io::Result<OwnedFd> = match kind {
-        Listener::Outbound => pod.listeners.outbound.try_clone(),
-        Listener::Plaintext => pod.listeners.plaintext.try_clone(),
-        Listener::Hbone => pod.listeners.hbone.try_clone(),
-    };
-    let listener = match fd.and_then(|fd| TcpListener::from_std(fd.into())) {
-        Ok(listener) => listener,
-        Err(error) => {
-            tracing::error!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot listen for a pod");
-            return;
-        }
-    };
-    let by_others = kind != Listener::Outbound;
-    if let Err(error) = worker.shared.tcp.listen(SockRef::from(&listener), by_others) {
-        tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot set a listener up");
-    }
+/// Takes in what comes for a pod, until it leaves: one task for all of its listeners.
+async fn accept(worker: Rc<Worker>, pod: Arc<Pod>) {
+    let kinds = [Listener::Outbound, Listener::Plaintext, Listener::Hbone];
+    let listeners: Vec<_> = kinds.into_iter().filter_map(|kind| Some((kind, listen(&worker, &pod, kind)?))).collect();
     let since = tokio::time::Instant::now();
     let leaving = pod.reached(Phase::Leaving);
     let stopping = worker.shared.shutdown.ordered();
     tokio::pin!(leaving, stopping);
+    let mut turn = 0;
     loop {
-        let accepted = tokio::select! {
+        let (kind, accepted) = tokio::select! {
             biased;
             () = &mut leaving => return,
             _ = &mut stopping => return,
-            accepted = listener.accept() => accepted,
+            accepted = poll_fn(|cx| next(&listeners, &mut turn, cx)) => accepted,
         };
         match accepted {
             Ok((socket, client)) => {
                 let client = SocketAddr::new(client.ip().to_canonical(), client.port());
-                if by_others && since.elapsed() < BACKLOG_LIFE {
+                if kind.is_by_others() && since.elapsed() < BACKLOG_LIFE {
                     // It may be gone already, which shows soon.
                     let _ = worker.shared.tcp.keep_alive(SockRef::from(&socket));
                 }
@@ -170,6 +158,48 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>, kind: Listener) {
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
+    }
+}
+
+fn listen(worker: &Worker, pod: &Pod, kind: Listener) -> Option<TcpListener> {
+    let fd: io::Result<OwnedFd> = match kind {
+        Listener::Outbound => pod.listeners.outbound.try_clone(),
+        Listener::Plaintext => pod.listeners.plaintext.try_clone(),
+        Listener::Hbone => pod.listeners.hbone.try_clone(),
+    };
+    let listener = match fd.and_then(|fd| TcpListener::from_std(fd.into())) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot listen for a pod");
+            return None;
+        }
+    };
+    if let Err(error) = worker.shared.tcp.listen(SockRef::from(&listener), kind.is_by_others()) {
+        tracing::warn!(%error, pod = pod.name, namespace = pod.namespace, ?kind, "cannot set a listener up");
+    }
+    Some(listener)
+}
+
+/// The next connection of any listener. Each has its turn, so that a flood at one does not keep the others waiting.
+fn next(
+    listeners: &[(Listener, TcpListener)],
+    turn: &mut usize,
+    cx: &mut Context<'_>,
+) -> Poll<(Listener, io::Result<(TcpStream, SocketAddr)>)> {
+    for _ in listeners {
+        let (kind, listener) = &listeners[*turn % listeners.len()];
+        *turn = (*turn + 1) % listeners.len();
+        if let Poll::Ready(accepted) = listener.poll_accept(cx) {
+            return Poll::Ready((*kind, accepted));
+        }
+    }
+    Poll::Pending
+}
+
+impl Listener {
+    /// Its connections come from others than the pod itself.
+    fn is_by_others(self) -> bool {
+        self != Self::Outbound
     }
 }
 

@@ -289,8 +289,9 @@ pub(super) fn in_order(answers: Vec<(Set, Answer)>) -> Vec<(Set, Answer)> {
 /// Lines a second about what callers do wrong.
 static ENDED: Hush = Hush::new(10);
 static NACKS: Hush = Hush::new(10);
-/// Bytes of resources in one response: well under gRPC's usual limit of 4 MB.
-pub(super) const MAX_MESSAGE: usize = 2_900_000;
+/// Bytes of resources in one response: well under gRPC's usual limit of 4 MB, and as much as each proxy keeps room for
+/// while it is connected.
+pub(super) const MAX_MESSAGE: usize = 1_000_000;
 /// Names of removed resources in one response.
 const MAX_REMOVED: usize = 20_000;
 /// A stream on which nothing is asked for so long is ended.

@@ -3,6 +3,7 @@
 //! told.
 
 use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,7 +24,7 @@ use ztunnel::proto::workload::{self, Address, address};
 const PORT: u16 = 15012;
 const ADDRESS: &str = "type.googleapis.com/istio.workload.Address";
 /// As `control`'s.
-const MAX_MESSAGE: usize = 2_900_000;
+const MAX_MESSAGE: usize = 1_000_000;
 /// Workloads with one service account, and in one namespace.
 const ALIKE: usize = 10;
 const NAMESPACE: usize = 500;
@@ -208,6 +209,13 @@ async fn tell_names(shared: &Shared, stream: &Stream, request: &DeltaDiscoveryRe
     stream.tell(answer).await
 }
 
+/// A hash of the content, as long as `control`'s.
+fn version(content: &[u8]) -> String {
+    let mut hasher = DefaultHasher::new();
+    content.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
+}
+
 fn response(resources: Vec<Resource>, goes_on: bool, nonce: u64) -> DeltaDiscoveryResponse {
     DeltaDiscoveryResponse {
         system_version_info: if goes_on { MORE.to_owned() } else { String::new() },
@@ -232,7 +240,7 @@ fn resource(of: address::Type) -> Resource {
     };
     let value = Address { r#type: Some(of) }.encode_to_vec();
     Resource {
-        version: "1".into(),
+        version: version(&value),
         resource: Some(prost_types::Any { type_url: ADDRESS.to_owned(), value }),
         name,
         aliases: addresses.iter().filter_map(alias).collect(),

@@ -1,48 +1,16 @@
 //! What a verdict and a change cost, counted: no allocation where a connection is allowed, bounded memory, and a change
 //! that costs the change. (Times are in the bench.)
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use counting::{allocated, held};
 use ztunnel::identity::Identity;
 use ztunnel::mesh::{Mesh, convert_workload};
 use ztunnel::policy::{self, Connection};
 use ztunnel::proto::{security, workload};
 
-/// Counts what the present thread allocates.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-    static ALLOCATED: Cell<u64> = const { Cell::new(0) };
-    static FREED: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: everything is passed to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        ALLOCATED.set(ALLOCATED.get() + layout.size() as u64);
-        // SAFETY: as above.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        FREED.set(FREED.get() + layout.size() as u64);
-        // SAFETY: as above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
-
-/// Bytes that are held now, and allocations so far.
-fn held() -> (i64, u64) {
-    (ALLOCATED.get() as i64 - FREED.get() as i64, ALLOCATIONS.get())
-}
+mod counting;
 
 fn exact(text: String) -> security::StringMatch {
     security::StringMatch { match_type: Some(security::string_match::MatchType::Exact(text)) }
@@ -111,9 +79,9 @@ fn a_verdict_that_allows_allocates_nothing() {
     };
     // What a thread needs once.
     judge(&allowed);
-    let (_, before) = held();
+    let (_, before) = allocated();
     let decision = judge(&allowed);
-    let (_, after) = held();
+    let (_, after) = allocated();
     assert!(decision.verdict.is_allowed(), "{}", decision.verdict);
     assert_eq!(after - before, 0, "allocations");
     let refused = judge(&connection("spiffe://cluster.local/ns/nobody/sa/none")).verdict;
@@ -122,9 +90,9 @@ fn a_verdict_that_allows_allocates_nothing() {
 
 #[test]
 fn ten_thousand_policies_need_at_most_20_mb_and_a_change_of_one_costs_little() {
-    let (before, _) = held();
+    let before = held();
     let mesh = mesh(20, 10_000);
-    let (after, _) = held();
+    let after = held();
     let bytes = after - before;
     assert!(bytes < 20_000_000, "{bytes} bytes");
     assert_eq!(mesh.load().policies().len(), 10_000);
@@ -133,9 +101,9 @@ fn ten_thousand_policies_need_at_most_20_mb_and_a_change_of_one_costs_little() {
         let mut message = policy(number, namespace);
         message.rules[0].clauses[1].matches[0].destination_ports = vec![port];
         let policy = converted(message);
-        let (before, count) = (ALLOCATED.get(), held().1);
+        let (bytes, count) = allocated();
         mesh.update(|update| assert!(update.policy(policy)));
-        (ALLOCATED.get() - before, held().1 - count)
+        (allocated().0 - bytes, allocated().1 - count)
     };
     // One of another namespace, then one that applies to the pod here.
     for (number, namespace) in [(5000, "team-0"), (7, "shop")] {
@@ -144,7 +112,7 @@ fn ten_thousand_policies_need_at_most_20_mb_and_a_change_of_one_costs_little() {
             assert!(bytes < 64_000 && allocations < 300, "{namespace}: {bytes} bytes in {allocations} allocations");
         }
     }
-    let (_, before) = held();
+    let (_, before) = allocated();
     mesh.update(|update| assert!(!update.policy(converted(policy(6000, "team-0")))));
-    assert!(held().1 - before < 300, "the same policy again is no change");
+    assert!(allocated().1 - before < 300, "the same policy again is no change");
 }

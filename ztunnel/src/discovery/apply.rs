@@ -12,6 +12,7 @@ use prost::Message;
 use super::demand::{Demand, Key};
 use super::messages::goes_on;
 use super::subscriptions::Subscriptions;
+use super::version::Version;
 use crate::mesh::{Mesh, NetworkAddress, Snapshot, Unusable, Update, convert_service, convert_workload};
 use crate::policy::{self, Policy, PolicyAction, stand_in, stand_in_named};
 use crate::proto::discovery::{DeltaDiscoveryResponse, Resource};
@@ -23,8 +24,8 @@ pub const AUTHORIZATION: &str = "type.googleapis.com/istio.security.Authorizatio
 /// Names and versions of what was taken, by type.
 #[derive(Debug, Default)]
 pub struct Held {
-    addresses: HashMap<Arc<str>, Box<str>>,
-    authorizations: HashMap<Arc<str>, Box<str>>,
+    addresses: HashMap<Arc<str>, Version>,
+    authorizations: HashMap<Arc<str>, Version>,
     /// Held from an earlier stream, and not mentioned yet by this one, which was not told that we hold it.
     stale: HashSet<(Kind, Arc<str>)>,
     /// When the present stream last mentioned something that was stale.
@@ -64,7 +65,7 @@ impl Kind {
 }
 
 impl Held {
-    fn of(&mut self, kind: Kind) -> &mut HashMap<Arc<str>, Box<str>> {
+    fn of(&mut self, kind: Kind) -> &mut HashMap<Arc<str>, Version> {
         match kind {
             Kind::Address => &mut self.addresses,
             Kind::Authorization => &mut self.authorizations,
@@ -80,9 +81,10 @@ impl Held {
         let mut rest = Vec::new();
         let mut size = 0;
         for (name, version) in self.of(kind).iter() {
+            let version = version.to_string();
             size += name.len() + version.len() + MAP_OVERHEAD;
             if size <= limit {
-                told.insert(name.to_string(), version.to_string());
+                told.insert(name.to_string(), version);
             } else {
                 rest.push((kind, name.clone()));
             }
@@ -133,14 +135,14 @@ impl Held {
                     if let Some(subscriptions) = &mut subscriptions {
                         subscriptions.received(&name);
                     }
-                    self.of(kind).insert(name, resource.version.as_str().into());
+                    self.of(kind).insert(name, Version::from(&*resource.version));
                 }
                 Err(reason) => {
                     let name: Arc<str> = resource.name.as_str().into();
                     self.mentioned(kind, &name);
                     // With a version that no server has: the next stream sends the resource again, or says that it
                     // is gone.
-                    self.of(kind).insert(name.clone(), "".into());
+                    self.of(kind).insert(name.clone(), Version::from(""));
                     if kind == Kind::Address {
                         update.unusable(unusable(resource, name, &reason));
                     }
@@ -218,13 +220,11 @@ fn needed(used: &[Key], mesh: &Snapshot) -> HashSet<Arc<str>> {
             needed.insert(service.key.clone());
             needed.extend(mesh.members(service).iter().map(|w| w.uid.clone()));
         }
-        let workloads: &[_] = match key {
-            Key::Address(at) => mesh.workloads_at(at),
-            Key::Name(_) => &[],
-        };
-        needed.extend(workloads.iter().map(|w| w.uid.clone()));
-        if let Key::Name(name) = key {
-            needed.insert(name.clone());
+        match key {
+            Key::Address(at) => needed.extend(mesh.workloads_at(at).map(|w| w.uid.clone())),
+            Key::Name(name) => {
+                needed.insert(name.clone());
+            }
         }
     }
     needed

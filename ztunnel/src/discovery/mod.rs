@@ -21,6 +21,7 @@ mod subscriptions;
 #[cfg(test)]
 mod tests;
 mod trust;
+mod version;
 
 use crate::identity::{ControlPlane, LinkTimings};
 use crate::mesh::{Mesh, NetworkAddress};

@@ -126,7 +126,7 @@ async fn a_bad_resource_is_refused_by_name_and_the_good_ones_are_taken() {
         assert!(error.message.contains(part), "{part:?} in {:?}", error.message);
     }
     let snapshot = mesh.load_full();
-    assert_eq!(snapshot.workloads().map(|w| &*w.name).collect::<Vec<_>>(), ["good"]);
+    assert_eq!(snapshot.workloads().map(|w| w.name()).collect::<Vec<_>>(), ["good"]);
     assert_eq!(discovery.status().refused, 4);
     // Nobody knows whether these must be protected: what cannot be used is not taken for unknown.
     for address in ["10.0.0.2", "10.0.0.4"] {

@@ -54,15 +54,15 @@ impl Authority {
 
 /// The `baggage` that describes a workload of ours.
 pub fn baggage_of(workload: &Workload) -> Option<HeaderValue> {
-    let kind = format!("k8s.{}.name", workload.workload_type);
+    let kind = format!("k8s.{}.name", workload.common.workload_type);
     let pairs: [(&str, &str); 7] = [
-        ("k8s.cluster.name", &workload.cluster),
-        ("k8s.namespace.name", &workload.namespace),
-        (&kind, &workload.workload_name),
-        ("service.name", &workload.canonical_name),
-        ("service.version", &workload.canonical_revision),
-        ("cloud.region", &workload.locality.region),
-        ("cloud.availability_zone", &workload.locality.zone),
+        ("k8s.cluster.name", &workload.place.cluster),
+        ("k8s.namespace.name", &workload.common.namespace),
+        (&kind, &workload.common.workload_name),
+        ("service.name", &workload.common.canonical_name),
+        ("service.version", &workload.common.canonical_revision),
+        ("cloud.region", &workload.place.locality.region),
+        ("cloud.availability_zone", &workload.place.locality.zone),
     ];
     let mut text = String::with_capacity(256);
     for (key, value) in pairs {

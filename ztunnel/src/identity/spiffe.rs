@@ -39,6 +39,12 @@ impl TrustDomain {
     }
 }
 
+impl From<Arc<str>> for TrustDomain {
+    fn from(name: Arc<str>) -> Self {
+        Self(name)
+    }
+}
+
 impl Default for TrustDomain {
     /// `cluster.local`, Kubernetes' and the wire's default.
     fn default() -> Self {

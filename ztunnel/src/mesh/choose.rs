@@ -93,7 +93,7 @@ impl Snapshot {
                 port,
                 members: members.len(),
                 unhealthy: members.iter().filter(|w| !w.healthy).count(),
-                elsewhere: members.iter().filter(|w| w.network != request.source.network).count(),
+                elsewhere: members.iter().filter(|w| w.place.network != request.source.place.network).count(),
                 tried: tried.len(),
             });
         };
@@ -193,7 +193,7 @@ fn usable(request: &Request<'_>, workload: &Workload, service_target: u16) -> Re
         return Err(LeftOut::Tried);
     }
     // Its address may be somebody else's here.
-    if workload.network != request.source.network {
+    if workload.place.network != request.source.place.network {
         return Err(LeftOut::OtherNetwork);
     }
     let share = workload.services.iter().find(|s| s.service == service.key).ok_or(LeftOut::NoPort)?;
@@ -234,6 +234,7 @@ fn rank(preference: &[Scope], source: &Workload, endpoint: &Workload) -> usize {
 }
 
 fn matches(scope: Scope, source: &Workload, endpoint: &Workload) -> bool {
+    let (source, endpoint) = (&source.place, &endpoint.place);
     match scope {
         Scope::Region => source.locality.region == endpoint.locality.region,
         Scope::Zone => source.locality.zone == endpoint.locality.zone,

@@ -1,19 +1,18 @@
 //! From the wire to the model: every resource is checked whole before it is taken.
 
-use std::collections::HashSet;
-use std::hash::Hash;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use ipnet::IpNet;
 
+use super::intern::Interner;
 use super::service::{
     CidrVip, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode, Scope, Service, ServicePort, Visibility,
     WeightedWaypoint,
 };
 use super::workload::{
-    ApplicationTunnel, Destination, GatewayAddress, Locality, NamespacedHostname, NetworkAddress, TunnelProtocol,
-    Workload, WorkloadService,
+    ApplicationTunnel, Common, Destination, GatewayAddress, Locality, NamespacedHostname, NetworkAddress, Place,
+    TunnelProtocol, Workload, WorkloadService, name_in,
 };
 use crate::identity::TrustDomain;
 use crate::proto::workload as wire;
@@ -24,39 +23,6 @@ use crate::proto::workload as wire;
 pub struct ConvertError {
     field: &'static str,
     reason: String,
-}
-
-/// Shares equal strings, which a mesh is full of: namespaces, nodes, service accounts.
-#[derive(Debug, Default)]
-pub struct Interner {
-    strings: HashSet<Arc<str>>,
-    /// How many were in use when unused ones were last looked for.
-    kept: usize,
-}
-
-impl Interner {
-    pub fn get(&mut self, text: &str) -> Arc<str> {
-        if let Some(shared) = self.strings.get(text) {
-            return shared.clone();
-        }
-        let shared: Arc<str> = text.into();
-        self.strings.insert(shared.clone());
-        shared
-    }
-
-    /// Forgets strings that nobody else holds, each time their number has doubled: a node lives through many more
-    /// pods than it has.
-    pub(super) fn shrink_if_grown(&mut self) {
-        if self.strings.len() >= SHRINK_FROM.max(2 * self.kept) {
-            self.strings.retain(|text| Arc::strong_count(text) > 1);
-            self.kept = self.strings.len();
-        }
-    }
-
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.strings.len()
-    }
 }
 
 pub fn workload(from: &wire::Workload, strings: &mut Interner) -> Result<Workload, ConvertError> {
@@ -106,44 +72,53 @@ pub fn workload(from: &wire::Workload, strings: &mut Interner) -> Result<Workloa
             .ports
             .iter()
             .map(|p| Ok((port("service_port", p.service_port)?, port("target_port", p.target_port)?)))
-            .collect::<Result<Vec<_>, ConvertError>>()?;
+            .collect::<Result<_, ConvertError>>()?;
         services.push(WorkloadService { service: strings.get(key), ports });
     }
     services.sort_by(|a, b| a.service.cmp(&b.service));
-    let locality = from.locality.clone().unwrap_or_default();
-    Ok(Workload {
-        uid: from.uid.as_str().into(),
-        name: from.name.as_str().into(),
+    let common = Common {
         namespace: strings.get(&from.namespace),
-        addresses: from.addresses.iter().map(|a| ip("addresses", a)).collect::<Result<_, _>>()?,
-        hostname: strings.get(&from.hostname),
-        network: strings.get(&from.network),
-        protocol,
+        service_account: strings.get(or(&from.service_account, "default")),
         trust_domain: match from.trust_domain.as_str() {
             "" => TrustDomain::default(),
-            name => TrustDomain::new(name),
+            name => strings.get(name).into(),
         },
-        service_account: strings.get(or(&from.service_account, "default")),
-        waypoint: gateway("waypoint", from.waypoint.as_ref(), strings)?,
-        network_gateway: gateway("network_gateway", from.network_gateway.as_ref(), strings)?,
-        node: strings.get(&from.node),
+        protocol,
+        hostname: strings.get(&from.hostname),
         workload_name: strings.get(&from.workload_name),
         workload_type,
         canonical_name: strings.get(&from.canonical_name),
         canonical_revision: strings.get(&from.canonical_revision),
-        cluster: strings.get(or(&from.cluster_id, "Kubernetes")),
-        locality: Locality {
-            region: strings.get(&locality.region),
-            zone: strings.get(&locality.zone),
-            subzone: strings.get(&locality.subzone),
-        },
-        healthy,
+        waypoint: shared_gateway("waypoint", from.waypoint.as_ref(), strings)?,
         native_tunnel: from.native_tunnel,
         host_network,
         application_tunnel,
         policies: from.authorization_policies.iter().map(|p| strings.get(p)).collect(),
-        services,
+    };
+    let locality = match &from.locality {
+        None => Locality::default(),
+        Some(locality) => Locality {
+            region: strings.get(&locality.region),
+            zone: strings.get(&locality.zone),
+            subzone: strings.get(&locality.subzone),
+        },
+    };
+    let place = Place {
+        node: strings.get(&from.node),
+        cluster: strings.get(or(&from.cluster_id, "Kubernetes")),
+        network: strings.get(&from.network),
+        network_gateway: shared_gateway("network_gateway", from.network_gateway.as_ref(), strings)?,
+        locality,
+    };
+    Ok(Workload {
+        uid: from.uid.as_str().into(),
+        own_name: (name_in(&from.uid) != from.name).then(|| from.name.as_str().into()),
+        addresses: from.addresses.iter().map(|a| ip("addresses", a)).collect::<Result<_, _>>()?,
+        common: strings.common(common),
+        place: strings.place(place),
+        services: strings.services(services),
         capacity: from.capacity.unwrap_or(1),
+        healthy,
     })
 }
 
@@ -189,13 +164,13 @@ pub fn service(from: &wire::Service, strings: &mut Interner) -> Result<Service, 
         name: strings.get(&from.name),
         namespace: strings.get(&from.namespace),
         hostname: strings.get(&from.hostname),
-        vips,
-        cidr_vips,
-        ports,
+        vips: vips.into(),
+        cidr_vips: cidr_vips.into(),
+        ports: ports.into(),
         // Names of other forms are allowed on the wire and can never match a peer.
         subject_alt_names: from.subject_alt_names.iter().filter_map(|n| n.parse().ok()).collect(),
-        waypoint: gateway("waypoint", from.waypoint.as_ref(), strings)?,
-        weighted_waypoints,
+        waypoint: shared_gateway("waypoint", from.waypoint.as_ref(), strings)?,
+        weighted_waypoints: weighted_waypoints.into(),
         load_balancing: load_balancing(from.load_balancing.as_ref())?,
         ip_families: match wire::IpFamilies::try_from(from.ip_families) {
             Ok(wire::IpFamilies::Automatic) => IpFamilies::Automatic,
@@ -240,6 +215,15 @@ fn load_balancing(from: Option<&wire::LoadBalancing>) -> Result<LoadBalancing, C
             Err(_) => return Err(unknown("load_balancing.health_policy", from.health_policy)),
         },
     })
+}
+
+fn shared_gateway(
+    field: &'static str,
+    from: Option<&wire::GatewayAddress>,
+    strings: &mut Interner,
+) -> Result<Option<Arc<GatewayAddress>>, ConvertError> {
+    let gateway = gateway(field, from, strings)?;
+    Ok(gateway.map(|gateway| strings.gateway(gateway)))
 }
 
 fn gateway(
@@ -288,14 +272,3 @@ fn unknown(field: &'static str, value: i32) -> ConvertError {
 fn fail(field: &'static str, reason: impl Into<String>) -> ConvertError {
     ConvertError { field, reason: reason.into() }
 }
-
-/// A key's values with one more or one less, in a fixed order.
-pub(super) fn sorted_insert<T: Clone, K: Ord + Hash>(list: &mut Vec<T>, item: T, key: impl Fn(&T) -> K) {
-    match list.binary_search_by_key(&key(&item), &key) {
-        Ok(at) => list[at] = item,
-        Err(at) => list.insert(at, item),
-    }
-}
-
-/// Fewer strings are not worth a look.
-const SHRINK_FROM: usize = 1000;

@@ -10,6 +10,9 @@ use tokio::sync::watch;
 
 mod choose;
 mod convert;
+mod few;
+mod index;
+mod intern;
 mod service;
 mod snapshot;
 #[cfg(test)]
@@ -17,7 +20,9 @@ mod tests;
 mod workload;
 
 pub use choose::{Chosen, LeftOut, NoEndpoint, Request};
-pub use convert::{ConvertError, Interner, service as convert_service, workload as convert_workload};
+pub use convert::{ConvertError, service as convert_service, workload as convert_workload};
+pub use few::Few;
+pub use intern::Interner;
 pub use service::{
     CidrVip, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode, Scope, Service, ServicePort, Visibility,
     WeightedWaypoint,
@@ -25,8 +30,8 @@ pub use service::{
 use snapshot::PolicyChanges;
 pub use snapshot::{Gateway, Local, Snapshot, Unusable};
 pub use workload::{
-    ApplicationTunnel, Destination, GatewayAddress, Locality, NamespacedHostname, NetworkAddress, TunnelProtocol,
-    Workload, WorkloadService,
+    ApplicationTunnel, Common, Destination, GatewayAddress, Locality, NamespacedHostname, NetworkAddress, Place,
+    TunnelProtocol, Workload, WorkloadService,
 };
 
 use crate::policy::Policy;
@@ -101,7 +106,11 @@ impl Update<'_> {
         self.strings
     }
 
-    pub fn workload(&mut self, workload: Workload) {
+    pub fn workload(&mut self, mut workload: Workload) {
+        // Whoever holds the name of the one before holds that of this one too.
+        if let Some(held) = self.snapshot.workload(&workload.uid) {
+            workload.uid = held.uid.clone();
+        }
         if self.snapshot.is_local(&workload) {
             self.changes.workload(&workload);
         }

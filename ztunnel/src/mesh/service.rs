@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use ipnet::IpNet;
 
+use super::few::Few;
 use super::workload::{GatewayAddress, NetworkAddress};
 use crate::identity::Identity;
 
@@ -16,13 +17,13 @@ pub struct Service {
     pub namespace: Arc<str>,
     pub hostname: Arc<str>,
     /// Empty for a headless service.
-    pub vips: Vec<NetworkAddress>,
-    pub cidr_vips: Vec<CidrVip>,
-    pub ports: Vec<ServicePort>,
+    pub vips: Few<NetworkAddress>,
+    pub cidr_vips: Box<[CidrVip]>,
+    pub ports: Few<ServicePort>,
     /// Further identities that its endpoints may have.
-    pub subject_alt_names: Vec<Identity>,
-    pub waypoint: Option<GatewayAddress>,
-    pub weighted_waypoints: Vec<WeightedWaypoint>,
+    pub subject_alt_names: Box<[Identity]>,
+    pub waypoint: Option<Arc<GatewayAddress>>,
+    pub weighted_waypoints: Box<[WeightedWaypoint]>,
     pub load_balancing: LoadBalancing,
     pub ip_families: IpFamilies,
     pub canonical: bool,
@@ -52,7 +53,7 @@ pub struct WeightedWaypoint {
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LoadBalancing {
-    pub preference: Vec<Scope>,
+    pub preference: Box<[Scope]>,
     pub mode: LoadBalancingMode,
     pub health: HealthPolicy,
 }

@@ -3,11 +3,11 @@
 //! Copies share what has not changed, so a snapshot costs the change, not the mesh.
 
 use std::collections::{BTreeMap, HashSet};
-use std::net::IpAddr;
 use std::sync::Arc;
 
-use imbl::HashMap;
+use imbl::{HashMap, OrdMap};
 
+use super::index::{By, ByAddress, ByKey};
 use super::service::{Service, Visibility};
 use super::workload::{Destination, GatewayAddress, NetworkAddress, TunnelProtocol, Workload};
 use crate::policy::{Policy, PolicyIndex, PolicyScope, PolicySet};
@@ -15,17 +15,17 @@ use crate::policy::{Policy, PolicyIndex, PolicyScope, PolicySet};
 /// A state of the mesh.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
-    workloads: HashMap<Arc<str>, Arc<Workload>>,
-    /// The best workload first; two can claim one address for a while.
-    by_address: HashMap<NetworkAddress, Vec<Arc<Workload>>>,
+    workloads: ByKey<Workload>,
+    /// In each network the best workload first; two can claim one address for a while.
+    by_address: ByAddress<Workload>,
     /// Of the own node: by namespace, by name.
-    local: HashMap<Arc<str>, HashMap<Arc<str>, Local>>,
-    services: HashMap<Arc<str>, Arc<Service>>,
-    by_host: HashMap<Arc<str>, Vec<Arc<Service>>>,
-    by_vip: HashMap<NetworkAddress, Vec<Arc<Service>>>,
-    with_ranges: HashMap<Arc<str>, Arc<Service>>,
-    /// By service, known or not: a workload may come before its service.
-    members: HashMap<Arc<str>, Arc<Vec<Arc<Workload>>>>,
+    local: HashMap<Arc<str>, HashMap<Box<str>, Local>>,
+    services: ByKey<Service>,
+    by_host: By<Arc<str>, Service>,
+    by_vip: ByAddress<Service>,
+    with_ranges: ByKey<Service>,
+    /// By service, known or not: a workload may come before its service. In the order of their uids.
+    members: OrdMap<Arc<str>, Arc<Vec<Arc<Workload>>>>,
     policies: PolicyIndex,
     /// Resources that could not be used and of which no earlier version is held, by name and by address.
     unusable: HashMap<Arc<str>, Arc<Unusable>>,
@@ -70,18 +70,23 @@ impl Snapshot {
 
     /// The workload that has this address; never one on a host's network.
     pub fn workload_at(&self, address: &NetworkAddress) -> Option<&Arc<Workload>> {
-        self.by_address.get(address)?.first()
+        self.workloads_at(address).next()
     }
 
     /// All workloads that claim this address, the preferred one first.
-    pub fn workloads_at(&self, address: &NetworkAddress) -> &[Arc<Workload>] {
-        self.by_address.get(address).map_or(&[], Vec::as_slice)
+    pub fn workloads_at(&self, address: &NetworkAddress) -> impl Iterator<Item = &Arc<Workload>> {
+        self.by_address.get(address.address).iter().filter(|w| w.place.network == address.network)
+    }
+
+    /// All services with this virtual address, not in a range.
+    fn services_exactly_at(&self, address: &NetworkAddress) -> impl Iterator<Item = &Arc<Service>> {
+        self.by_vip.get(address.address).iter().filter(|s| s.vips.contains(address))
     }
 
     /// A pod of this node, known by all three names so that none can be taken for another.
     pub fn local(&self, namespace: &str, name: &str, service_account: &str) -> Option<&Local> {
         let local = self.local.get(namespace)?.get(name)?;
-        (*local.workload.service_account == *service_account).then_some(local)
+        (*local.workload.common.service_account == *service_account).then_some(local)
     }
 
     /// Its record alone.
@@ -96,14 +101,14 @@ impl Snapshot {
     /// The service with this virtual address, as a client of that namespace sees it: its own namespace's first, then
     /// the canonical one, then any; ranges only where no address fits, the narrowest first.
     pub fn service_at(&self, client_namespace: &str, address: &NetworkAddress) -> Option<&Arc<Service>> {
-        let exact = self.by_vip.get(address).and_then(|s| prefer(s.iter(), client_namespace));
+        let exact = prefer(self.services_exactly_at(address), client_namespace);
         exact.or_else(|| {
             let length = |s: &Service| {
                 let fits =
                     s.cidr_vips.iter().filter(|c| c.network == address.network && c.cidr.contains(&address.address));
                 fits.map(|c| c.cidr.prefix_len()).max()
             };
-            let fitting = self.with_ranges.values().filter(|s| visible(s, client_namespace));
+            let fitting = self.with_ranges.iter().filter(|s| visible(s, client_namespace));
             fitting
                 .filter_map(|s| Some((*s.namespace == *client_namespace, length(s)?, s.canonical, s)))
                 .max_by_key(|(own, length, canonical, _)| (*own, *length, *canonical))
@@ -116,7 +121,7 @@ impl Snapshot {
         let in_range = |s: &&Arc<Service>| {
             s.cidr_vips.iter().any(|c| c.network == address.network && c.cidr.contains(&address.address))
         };
-        self.by_vip.get(address).into_iter().flatten().chain(self.with_ranges.values().filter(in_range))
+        self.services_exactly_at(address).chain(self.with_ranges.iter().filter(in_range))
     }
 
     /// The own node's name, and that of its cluster.
@@ -143,11 +148,11 @@ impl Snapshot {
         let in_range = |s: &Arc<Service>| {
             s.cidr_vips.iter().any(|c| c.network == address.network && c.cidr.contains(&address.address))
         };
-        self.by_vip.contains_key(address) || self.with_ranges.values().any(in_range)
+        self.services_exactly_at(address).next().is_some() || self.with_ranges.iter().any(in_range)
     }
 
     pub fn service_by_host(&self, client_namespace: &str, hostname: &str) -> Option<&Arc<Service>> {
-        prefer(self.by_host.get(hostname)?.iter(), client_namespace)
+        prefer(self.by_host.get(hostname).iter(), client_namespace)
     }
 
     /// All workloads that say they are endpoints of the service, in a fixed order.
@@ -161,23 +166,26 @@ impl Snapshot {
                 let key = format!("{}/{}", name.namespace, name.hostname);
                 let service = self.services.get(key.as_str()).cloned().map(Gateway::Service);
                 service.or_else(|| {
-                    let named = self.workloads.values().find(|w| !w.hostname.is_empty() && w.hostname == name.hostname);
+                    let named = self.workloads.iter().find(|w| {
+                        let hostname = &w.common.hostname;
+                        !hostname.is_empty() && *hostname == name.hostname
+                    });
                     named.cloned().map(Gateway::Workload)
                 })
             }
             Destination::Address(address) => {
-                let service = self.by_vip.get(address).and_then(|s| s.first()).cloned().map(Gateway::Service);
+                let service = self.services_exactly_at(address).next().cloned().map(Gateway::Service);
                 service.or_else(|| self.workload_at(address).cloned().map(Gateway::Workload))
             }
         }
     }
 
     pub fn workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
-        self.workloads.values()
+        self.workloads.iter()
     }
 
     pub fn services(&self) -> impl Iterator<Item = &Arc<Service>> {
-        self.services.values()
+        self.services.iter()
     }
 
     pub fn policies(&self) -> &PolicyIndex {
@@ -186,7 +194,7 @@ impl Snapshot {
 
     /// Endpoints that wait for a service of this key to be known.
     pub fn staged(&self) -> impl Iterator<Item = (&Arc<str>, &[Arc<Workload>])> {
-        let staged = self.members.iter().filter(|(key, _)| !self.services.contains_key(*key));
+        let staged = self.members.iter().filter(|(key, _)| !self.services.contains(key));
         staged.map(|(key, members)| (key, members.as_slice()))
     }
 
@@ -215,34 +223,36 @@ impl Snapshot {
     pub(super) fn insert_workload(&mut self, workload: Arc<Workload>) {
         self.forget_unusable(&workload.uid);
         self.remove_workload(&workload.uid);
-        if !workload.host_network {
+        if !workload.common.host_network {
             for ip in &workload.addresses {
-                let list = self.by_address.entry(at(&workload, *ip)).or_default();
-                list.push(workload.clone());
-                list.sort_by_key(|w| std::cmp::Reverse(precedence(w)));
+                self.by_address.insert(*ip, workload.clone(), |w| std::cmp::Reverse(precedence(w)));
             }
         }
-        for share in &workload.services {
+        for share in &*workload.services {
             let members = Arc::make_mut(self.members.entry(share.service.clone()).or_default());
-            super::convert::sorted_insert(members, workload.clone(), |w| w.uid.clone());
+            let at = members.partition_point(|w| w.uid < workload.uid);
+            // There are as many lists as services, most of them short.
+            members.reserve_exact(1 + members.len() / SPARE);
+            members.insert(at, workload.clone());
         }
         if self.is_local(&workload) {
             let local = Local { workload: workload.clone(), policies: Arc::default() };
-            self.local.entry(workload.namespace.clone()).or_default().insert(workload.name.clone(), local);
+            self.local.entry(workload.common.namespace.clone()).or_default().insert(workload.name().into(), local);
         }
-        self.workloads.insert(workload.uid.clone(), workload);
+        self.workloads.insert(workload);
     }
 
     pub(super) fn is_local(&self, workload: &Workload) -> bool {
-        !self.node.is_empty() && workload.node == self.node && workload.cluster == self.cluster
+        let place = &workload.place;
+        !self.node.is_empty() && place.node == self.node && place.cluster == self.cluster
     }
 
     pub(super) fn remove_workload(&mut self, uid: &str) -> Option<Arc<Workload>> {
         let workload = self.workloads.remove(uid)?;
         for ip in &workload.addresses {
-            forget(&mut self.by_address, &at(&workload, *ip), |w| *w.uid == *uid);
+            self.by_address.remove(*ip, uid);
         }
-        for share in &workload.services {
+        for share in &*workload.services {
             let Some(members) = self.members.get_mut(&share.service) else { continue };
             let members = Arc::make_mut(members);
             members.retain(|w| *w.uid != *uid);
@@ -250,12 +260,12 @@ impl Snapshot {
                 self.members.remove(&share.service);
             }
         }
-        if let Some(pods) = self.local.get_mut(&workload.namespace)
-            && pods.get(&workload.name).is_some_and(|local| *local.workload.uid == *uid)
+        if let Some(pods) = self.local.get_mut(&workload.common.namespace)
+            && pods.get(workload.name()).is_some_and(|local| *local.workload.uid == *uid)
         {
-            pods.remove(&workload.name);
+            pods.remove(workload.name());
             if pods.is_empty() {
-                self.local.remove(&workload.namespace);
+                self.local.remove(&workload.common.namespace);
             }
         }
         Some(workload)
@@ -265,22 +275,22 @@ impl Snapshot {
         self.forget_unusable(&service.key);
         self.remove_service(&service.key);
         for vip in &service.vips {
-            self.by_vip.entry(vip.clone()).or_default().push(service.clone());
+            self.by_vip.insert(vip.address, service.clone(), |_| ());
         }
         if !service.cidr_vips.is_empty() {
-            self.with_ranges.insert(service.key.clone(), service.clone());
+            self.with_ranges.insert(service.clone());
         }
-        self.by_host.entry(service.hostname.clone()).or_default().push(service.clone());
-        self.services.insert(service.key.clone(), service);
+        self.by_host.insert(service.hostname.clone(), service.clone(), |_| ());
+        self.services.insert(service);
     }
 
     pub(super) fn remove_service(&mut self, key: &str) -> Option<Arc<Service>> {
         let service = self.services.remove(key)?;
         for vip in &service.vips {
-            forget(&mut self.by_vip, vip, |s| *s.key == *key);
+            self.by_vip.remove(vip.address, key);
         }
         self.with_ranges.remove(key);
-        forget(&mut self.by_host, &service.hostname, |s| *s.key == *key);
+        self.by_host.remove(&service.hostname, key);
         Some(service)
     }
 
@@ -294,10 +304,10 @@ impl Snapshot {
         // Most pods of a namespace name the same policies.
         let mut made: BTreeMap<(&str, &[Arc<str>]), Arc<PolicySet>> = BTreeMap::new();
         for workload in &affected {
-            let (namespace, names) = (&*workload.namespace, &*workload.policies);
+            let (namespace, names) = (&*workload.common.namespace, &*workload.common.policies);
             let make = || Arc::new(self.policies.applying(namespace, names));
             let policies = made.entry((namespace, names)).or_insert_with(make).clone();
-            if let Some(local) = self.local.get_mut(namespace).and_then(|pods| pods.get_mut(&workload.name)) {
+            if let Some(local) = self.local.get_mut(namespace).and_then(|pods| pods.get_mut(workload.name())) {
                 local.policies = policies;
             }
         }
@@ -343,18 +353,14 @@ impl PolicyChanges {
     fn affect(&self, workload: &Workload) -> bool {
         self.all
             || self.workloads.contains(&workload.uid)
-            || self.namespaces.contains(&*workload.namespace)
-            || workload.policies.iter().any(|name| self.names.contains(name))
+            || self.namespaces.contains(&*workload.common.namespace)
+            || workload.common.policies.iter().any(|name| self.names.contains(name))
     }
-}
-
-fn at(workload: &Workload, address: IpAddr) -> NetworkAddress {
-    NetworkAddress { network: workload.network.clone(), address }
 }
 
 /// A Kubernetes pod with HBONE, then any pod, then HBONE, then the rest (xDS §4).
 fn precedence(workload: &Workload) -> (bool, bool) {
-    (workload.uid.contains("//Pod/"), workload.protocol == TunnelProtocol::Hbone)
+    (workload.uid.contains("//Pod/"), workload.common.protocol == TunnelProtocol::Hbone)
 }
 
 fn visible(service: &Service, client_namespace: &str) -> bool {
@@ -374,3 +380,6 @@ fn forget<K: Clone + Eq + std::hash::Hash, T: Clone>(map: &mut HashMap<K, Vec<T>
         map.remove(key);
     }
 }
+
+/// Of so many members' lists that grow, one has room for one more.
+const SPARE: usize = 8;

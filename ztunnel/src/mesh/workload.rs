@@ -3,56 +3,71 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use super::few::Few;
 use crate::identity::{Identity, TrustDomain};
 
-/// A workload, checked and normalised from `istio.workload.Workload`.
+/// A workload, checked and normalised from `istio.workload.Workload`. There can be 100,000 of them: what many have in
+/// common is shared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Workload {
     /// Primary key, for pods `<cluster>//Pod/<namespace>/<name>`.
     pub uid: Arc<str>,
-    pub name: Arc<str>,
+    /// Its name, where that is not the last part of the uid.
+    pub own_name: Option<Box<str>>,
+    pub addresses: Few<IpAddr>,
+    pub common: Arc<Common>,
+    pub place: Arc<Place>,
+    /// The services that it is an endpoint of, in the order of their names.
+    pub services: Arc<[WorkloadService]>,
+    /// Weight as an endpoint; 0 excludes it.
+    pub capacity: u32,
+    pub healthy: bool,
+}
+
+/// What the replicas of one Deployment have in common.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Common {
     pub namespace: Arc<str>,
-    pub addresses: Vec<IpAddr>,
+    pub service_account: Arc<str>,
+    pub trust_domain: TrustDomain,
+    pub protocol: TunnelProtocol,
     /// Resolved by DNS when there are no addresses.
     pub hostname: Arc<str>,
-    pub network: Arc<str>,
-    pub protocol: TunnelProtocol,
-    pub trust_domain: TrustDomain,
-    pub service_account: Arc<str>,
-    pub waypoint: Option<GatewayAddress>,
-    pub network_gateway: Option<GatewayAddress>,
-    pub node: Arc<str>,
     pub workload_name: Arc<str>,
     /// Lower case: `deployment`, `cronjob`, `pod`, `job`.
     pub workload_type: &'static str,
     pub canonical_name: Arc<str>,
     pub canonical_revision: Arc<str>,
-    pub cluster: Arc<str>,
-    pub locality: Locality,
-    pub healthy: bool,
+    pub waypoint: Option<Arc<GatewayAddress>>,
     /// The workload terminates HBONE itself; the node proxy must not.
     pub native_tunnel: bool,
     /// Never found by address.
     pub host_network: bool,
     pub application_tunnel: Option<ApplicationTunnel>,
     /// Names (`namespace/name`) of the selector policies that apply.
-    pub policies: Vec<Arc<str>>,
-    /// The services that it is an endpoint of.
-    pub services: Vec<WorkloadService>,
-    /// Weight as an endpoint; 0 excludes it.
-    pub capacity: u32,
+    pub policies: Box<[Arc<str>]>,
+}
+
+/// What the workloads of one node have in common.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Place {
+    pub node: Arc<str>,
+    pub cluster: Arc<str>,
+    pub network: Arc<str>,
+    pub network_gateway: Option<Arc<GatewayAddress>>,
+    pub locality: Locality,
 }
 
 /// A workload's share in a service.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct WorkloadService {
     /// `namespace/hostname`.
     pub service: Arc<str>,
     /// Service port → target port.
-    pub ports: Vec<(u16, u16)>,
+    pub ports: Box<[(u16, u16)]>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum TunnelProtocol {
     /// Plain TCP.
     #[default]
@@ -60,14 +75,14 @@ pub enum TunnelProtocol {
     Hbone,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Locality {
     pub region: Arc<str>,
     pub zone: Arc<str>,
     pub subzone: Arc<str>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ApplicationTunnel {
     /// Send a PROXY protocol header first.
     pub proxy_protocol: bool,
@@ -101,7 +116,17 @@ pub struct GatewayAddress {
 }
 
 impl Workload {
-    pub fn identity(&self) -> Identity {
-        Identity::new(&self.trust_domain, &self.namespace, &self.service_account)
+    pub fn name(&self) -> &str {
+        self.own_name.as_deref().unwrap_or_else(|| name_in(&self.uid))
     }
+
+    pub fn identity(&self) -> Identity {
+        let Common { trust_domain, namespace, service_account, .. } = &*self.common;
+        Identity::new(trust_domain, namespace, service_account)
+    }
+}
+
+/// The last part of a uid, which is the name of a pod.
+pub(super) fn name_in(uid: &str) -> &str {
+    uid.rsplit_once('/').map_or(uid, |(_, name)| name)
 }

@@ -115,7 +115,7 @@ pub fn explain(mesh: &Snapshot, facts: &impl NodeFacts, question: &Question) -> 
         steps: Vec::new(),
         endpoints: Vec::new(),
     };
-    let in_mesh = source.workload.as_ref().filter(|w| w.protocol == TunnelProtocol::Hbone);
+    let in_mesh = source.workload.as_ref().filter(|w| w.common.protocol == TunnelProtocol::Hbone);
     match in_mesh {
         Some(workload) => from_mesh(mesh, facts, workload, &source, &target, &mut explanation),
         None => from_outside(mesh, facts, &source, &target, &mut explanation),
@@ -144,9 +144,10 @@ fn from_mesh(
     let (passes, text) = match facts.phase(workload) {
         Some(Phase::Serving) => (true, "captured here; the proxy serves the pod".to_owned()),
         Some(phase) => (phase < Phase::Leaving, format!("the pod is leaving the mesh ({phase:?})")),
-        None => {
-            (true, format!("the proxy of node {} captures it; what that one holds is not known here", workload.node))
-        }
+        None => (
+            true,
+            format!("the proxy of node {} captures it; what that one holds is not known here", workload.place.node),
+        ),
     };
     to.step("capture", passes, text);
     let to_itself = target.dialled.ip();
@@ -189,7 +190,7 @@ fn from_mesh(
         HopKind::Tcp(address) => *address,
     };
     if authority == target.dialled && hop.service.is_some() {
-        let name = hop.workload.as_ref().map_or("", |w| &w.name);
+        let name = hop.workload.as_ref().map_or("", |w| w.name());
         to.step("waypoint", true, format!("{name} stands before the service and decides what follows"));
         to.endpoint_of(mesh, facts, &hop, Some(&identity), source);
     } else if hop.service.is_some() {
@@ -209,7 +210,7 @@ fn from_outside(mesh: &Snapshot, facts: &impl NodeFacts, source: &Source, target
         (_, Some(identity)) => {
             format!("no workload with this identity is known; somebody shows {identity}")
         }
-        (Some(workload), None) => format!("{} is not in the mesh: its connections come in the clear", workload.name),
+        (Some(workload), None) => format!("{} is not in the mesh: its connections come in the clear", workload.name()),
         (None, None) => "no workload has this address: its connections come in the clear".to_owned(),
     };
     to.step("source", true, text);
@@ -255,7 +256,7 @@ fn endpoint(
     identity: Option<&Identity>,
     source: &Source,
 ) -> Endpoint {
-    let in_mesh = address.filter(|_| workload.protocol == TunnelProtocol::Hbone);
+    let in_mesh = address.filter(|_| workload.common.protocol == TunnelProtocol::Hbone);
     let taken = in_mesh.map(|address| address.port()).filter(|port| ILLEGAL_PORTS.contains(port));
     let judged = in_mesh.map(|destination| {
         let source = source.address_for(destination.ip());
@@ -264,14 +265,15 @@ fn endpoint(
     });
     let certificate = facts.certificate(&workload.identity());
     // Only a connection with an identity meets trust.
-    let stranger = identity.filter(|i| in_mesh.is_some() && !facts.takes(&workload.trust_domain, i.trust_domain()));
+    let stranger =
+        identity.filter(|i| in_mesh.is_some() && !facts.takes(&workload.common.trust_domain, i.trust_domain()));
     let without = certificate.as_ref().filter(|state| in_mesh.is_some() && identity.is_some() && !state.is_usable);
     let left_out = taken
         .map(|port| format!("port {port} is the proxy's own"))
         .or_else(|| stranger.map(|i| format!("it takes no peers of trust domain {}", i.trust_domain())))
         .or_else(|| without.map(|_| "its certificate cannot be used".to_owned()));
     Endpoint {
-        workload: format!("{}/{}", workload.namespace, workload.name),
+        workload: format!("{}/{}", workload.common.namespace, workload.name()),
         address,
         left_out,
         certificate: certificate.map(|state| state.text),
@@ -280,9 +282,9 @@ fn endpoint(
 }
 
 fn policies_of(mesh: &Snapshot, workload: &Workload) -> Arc<PolicySet> {
-    match mesh.local(&workload.namespace, &workload.name, &workload.service_account) {
+    match mesh.local(&workload.common.namespace, workload.name(), &workload.common.service_account) {
         Some(local) => local.policies.clone(),
-        None => Arc::new(mesh.policies().applying(&workload.namespace, &workload.policies)),
+        None => Arc::new(mesh.policies().applying(&workload.common.namespace, &workload.common.policies)),
     }
 }
 
@@ -306,7 +308,7 @@ impl Explanation {
         let request = Request { service, port, source: client, dialled, tried: &[] };
         // What hinders all of them, such as an unknown port, is the route's failure.
         for (workload, fit) in mesh.candidates(&request).unwrap_or_default() {
-            let is_in_mesh = workload.protocol == TunnelProtocol::Hbone;
+            let is_in_mesh = workload.common.protocol == TunnelProtocol::Hbone;
             let identity = identity.filter(|_| is_in_mesh);
             let mut endpoint = endpoint(mesh, facts, &workload, fit.as_ref().ok().copied(), identity, source);
             endpoint.left_out = fit.err().map(|reason| reason.to_string()).or(endpoint.left_out);
@@ -354,7 +356,7 @@ impl Source {
     }
 
     fn namespace(&self) -> &str {
-        self.workload.as_ref().map_or("", |w| &w.namespace)
+        self.workload.as_ref().map_or("", |w| &w.common.namespace)
     }
 
     /// The client's address towards a destination.
@@ -369,7 +371,14 @@ impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.workload, &self.identity, self.address) {
             (Some(workload), _, _) => {
-                write!(f, "{}/{} on node {}, {}", workload.namespace, workload.name, workload.node, workload.identity())
+                write!(
+                    f,
+                    "{}/{} on node {}, {}",
+                    workload.common.namespace,
+                    workload.name(),
+                    workload.place.node,
+                    workload.identity()
+                )
             }
             (None, Some(identity), _) => write!(f, "{identity}"),
             (None, None, Some(address)) => write!(f, "{address}"),
@@ -404,7 +413,7 @@ impl Target {
             let vip = service.vips.iter().min_by_key(|vip| !vip.address.is_ipv4());
             let Some(vip) = vip else {
                 let members = mesh.members(service).iter().take(SHOWN);
-                let members: Vec<_> = members.map(|w| format!("{}/{}", w.namespace, w.name)).collect();
+                let members: Vec<_> = members.map(|w| format!("{}/{}", w.common.namespace, w.name())).collect();
                 return Err(BadQuestion::Headless(host.to_owned(), members.join(", ")));
             };
             let dialled = SocketAddr::new(vip.address, port);
@@ -418,7 +427,7 @@ impl Target {
 
     fn at(mesh: &Snapshot, source: &Source, dialled: SocketAddr) -> Self {
         let dialled = SocketAddr::new(dialled.ip().to_canonical(), dialled.port());
-        let network = source.workload.as_ref().map(|w| w.network.clone()).unwrap_or_default();
+        let network = source.workload.as_ref().map(|w| w.place.network.clone()).unwrap_or_default();
         let address = NetworkAddress { network, address: dialled.ip() };
         let service = mesh.service_at(source.namespace(), &address).cloned();
         let workload = if service.is_none() { mesh.workload_at(&address).cloned() } else { None };
@@ -430,19 +439,21 @@ impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.service, &self.workload) {
             (Some(service), _) => write!(f, "service {} at {}", service.key, self.dialled),
-            (None, Some(workload)) => write!(f, "pod {}/{} at {}", workload.namespace, workload.name, self.dialled),
+            (None, Some(workload)) => {
+                write!(f, "pod {}/{} at {}", workload.common.namespace, workload.name(), self.dialled)
+            }
             (None, None) => write!(f, "{}", self.dialled),
         }
     }
 }
 
 fn named(mesh: &Snapshot, namespace: &str, name: &str) -> Option<Arc<Workload>> {
-    mesh.workloads().find(|w| *w.namespace == *namespace && *w.name == *name).cloned()
+    mesh.workloads().find(|w| *w.common.namespace == *namespace && *w.name() == *name).cloned()
 }
 
 fn at(mesh: &Snapshot, address: IpAddr) -> Option<Arc<Workload>> {
     let address = address.to_canonical();
-    mesh.workloads().find(|w| !w.host_network && w.addresses.contains(&address)).cloned()
+    mesh.workloads().find(|w| !w.common.host_network && w.addresses.contains(&address)).cloned()
 }
 
 impl fmt::Display for Explanation {

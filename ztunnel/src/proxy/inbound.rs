@@ -248,7 +248,7 @@ async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) 
     };
     let judged_by = judge(&tunnel.worker, &tunnel.pod, &judged, flow).await.map_err(|failure| {
         // Which rule it was says who is allowed: that is for the own mesh only.
-        let is_own = tunnel.identity.trust_domain() == &tunnel.own.trust_domain;
+        let is_own = tunnel.identity.trust_domain() == &tunnel.own.common.trust_domain;
         let told = if is_own { failure.text.clone() } else { "denied by policy".into() };
         Refusal { status: StatusCode::UNAUTHORIZED, failure, told }
     })?;
@@ -264,7 +264,7 @@ async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) 
 fn own_port_of(tunnel: &Tunnel, host: &str, port: u16) -> Result<u16, Refusal> {
     let refuse = |text: String| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, ResponseFlag::Connect, "connect", text);
     let mesh = tunnel.worker.shared.mesh.load();
-    let service = mesh.service_by_host(&tunnel.own.namespace, host);
+    let service = mesh.service_by_host(&tunnel.own.common.namespace, host);
     let service = service.ok_or_else(|| refuse(format!("host {host} is not known")))?;
     let share = tunnel.own.services.iter().find(|s| s.service == service.key);
     let share = share.ok_or_else(|| refuse(format!("this pod is not behind {host}")))?;
@@ -297,7 +297,7 @@ fn replies_come_back(client: IpAddr, app: IpAddr) -> bool {
 
 fn describe(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) {
     let mesh = tunnel.worker.shared.mesh.load();
-    let address = NetworkAddress { network: tunnel.own.network.clone(), address: tunnel.client.ip() };
+    let address = NetworkAddress { network: tunnel.own.place.network.clone(), address: tunnel.client.ip() };
     // A record counts only if it fits the identity that was proved.
     let workload = mesh.workload_at(&address).filter(|w| w.identity() == tunnel.identity).cloned();
     let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(request.headers()))));

@@ -126,13 +126,13 @@ async fn establish(
     let shared = &worker.shared;
     let source = shared.own_workload(pod).await?;
     flow.source = Peer::of(Some(source.clone()), None);
-    let address = NetworkAddress { network: source.network.clone(), address: dialled.ip() };
+    let address = NetworkAddress { network: source.place.network.clone(), address: dialled.ip() };
     match shared.discovery.need(&address).await {
         Need::Known | Need::Unknown | Need::Outside => {}
         Need::Unreachable(reason) => return Err(Failure::new(ResponseFlag::Connect, "destination", reason)),
     }
     // Named in the log also where no way is found.
-    flow.service = shared.mesh.load().service_at(&source.namespace, &address).cloned();
+    flow.service = shared.mesh.load().service_at(&source.common.namespace, &address).cloned();
     let mut tried: Vec<Arc<str>> = Vec::new();
     loop {
         let load = |w: &Workload| worker.busy.borrow().get(&w.uid).copied().unwrap_or(0);

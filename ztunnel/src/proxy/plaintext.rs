@@ -66,7 +66,7 @@ async fn reach(
     let own = worker.shared.own_workload(pod).await?;
     {
         let mesh = worker.shared.mesh.load();
-        let address = NetworkAddress { network: own.network.clone(), address: client.ip() };
+        let address = NetworkAddress { network: own.place.network.clone(), address: client.ip() };
         flow.source = Peer::of(mesh.workload_at(&address).cloned(), None);
         flow.service = own.services.iter().find_map(|s| mesh.service(&s.service)).cloned();
         flow.destination = Peer::of(Some(own), None);

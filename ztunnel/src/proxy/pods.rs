@@ -106,7 +106,7 @@ impl PodManager for Pods {
         pod.advance(Phase::Draining);
         let mesh = self.shared.mesh.load();
         let record = mesh.local_workload(&pod.namespace, &pod.name, &pod.service_account);
-        DrainState { open: pod.open(), followed: record.is_none_or(|w| w.protocol == TunnelProtocol::None) }
+        DrainState { open: pod.open(), followed: record.is_none_or(|w| w.common.protocol == TunnelProtocol::None) }
     }
 
     fn pods(&self) -> Vec<String> {

@@ -117,7 +117,7 @@ impl Watched {
                     affected.insert(uid.clone(), (local.policies.clone(), watched.undecided));
                 }
                 let is_found = watched.older.is_some();
-                let is_in_mesh = pod.by_ebpf && local.workload.protocol == TunnelProtocol::Hbone;
+                let is_in_mesh = pod.by_ebpf && local.workload.common.protocol == TunnelProtocol::Hbone;
                 if if is_found { is_new || watched.again || watched.undecided.is_some() } else { is_in_mesh } {
                     with_older.push(pod.clone());
                 }

@@ -40,8 +40,8 @@ pub fn route(
     tried: &[Arc<str>],
     load: impl Fn(&Workload) -> u64,
 ) -> Result<Hop, Failure> {
-    let address = NetworkAddress { network: source.network.clone(), address: dialled.ip() };
-    if let Some(service) = mesh.service_at(&source.namespace, &address) {
+    let address = NetworkAddress { network: source.place.network.clone(), address: dialled.ip() };
+    if let Some(service) = mesh.service_at(&source.common.namespace, &address) {
         let service = service.clone();
         if let Some(waypoint) = waypoint_of(&service) {
             return through_waypoint(mesh, source, waypoint, dialled, Some(service.clone()), tried, load);
@@ -61,7 +61,7 @@ pub fn route(
         }
         return Ok(Hop { kind: HopKind::Tcp(dialled), workload: None, service: None });
     };
-    if let Some(waypoint) = &workload.waypoint
+    if let Some(waypoint) = &workload.common.waypoint
         && !is_waypoint(mesh, waypoint, source)
     {
         return through_waypoint(mesh, source, waypoint, dialled, None, tried, load);
@@ -70,7 +70,7 @@ pub fn route(
 }
 
 fn to_workload(workload: Arc<Workload>, address: SocketAddr, service: Option<Arc<Service>>) -> Hop {
-    let kind = match workload.protocol {
+    let kind = match workload.common.protocol {
         TunnelProtocol::None => HopKind::Tcp(address),
         TunnelProtocol::Hbone => HopKind::Hbone {
             tunnel: SocketAddr::new(address.ip(), ebpf::HBONE_PORT),
@@ -91,7 +91,7 @@ fn expected(workload: &Workload, service: Option<&Service>) -> Vec<Identity> {
 fn waypoint_of(service: &Service) -> Option<&GatewayAddress> {
     let total: u64 = service.weighted_waypoints.iter().map(|w| u64::from(w.weight)).sum();
     if total == 0 {
-        return service.waypoint.as_ref();
+        return service.waypoint.as_deref();
     }
     let mut at = random::below(total);
     let drawn = service.weighted_waypoints.iter().find(|w| {
@@ -100,7 +100,7 @@ fn waypoint_of(service: &Service) -> Option<&GatewayAddress> {
         at = at.saturating_sub(weight);
         here
     });
-    drawn.map(|w| &w.destination).or(service.waypoint.as_ref())
+    drawn.map(|w| &w.destination).or(service.waypoint.as_deref())
 }
 
 /// A waypoint is named: the connection goes there or nowhere.
@@ -114,7 +114,7 @@ fn through_waypoint(
     load: impl Fn(&Workload) -> u64,
 ) -> Result<Hop, Failure> {
     let (workload, ip, expected) = match mesh.gateway(waypoint) {
-        Some(Gateway::Workload(workload)) if workload.network != source.network => {
+        Some(Gateway::Workload(workload)) if workload.place.network != source.place.network => {
             return Err(no_waypoint(waypoint, "it is in another network"));
         }
         Some(Gateway::Workload(workload)) => {

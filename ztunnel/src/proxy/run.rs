@@ -217,7 +217,7 @@ async fn prefetch(shared: Arc<Shared>) {
         let snapshot = mesh.load_full();
         let local = snapshot.local_workloads();
         let mut now: std::collections::HashSet<_> = local
-            .filter(|w| w.protocol == TunnelProtocol::Hbone && !w.native_tunnel && !w.host_network)
+            .filter(|w| w.common.protocol == TunnelProtocol::Hbone && !w.common.native_tunnel && !w.common.host_network)
             .map(|w| w.identity())
             .collect();
         now.extend(shared.pods().values().filter_map(|pod| {

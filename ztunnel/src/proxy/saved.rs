@@ -100,9 +100,9 @@ impl Saved {
 
     fn pod_of(&self, workload: &Workload) -> Option<&(PodInfo, Phase)> {
         self.pods.iter().find(|(pod, _)| {
-            pod.name == *workload.name
-                && pod.namespace == *workload.namespace
-                && pod.service_account == *workload.service_account
+            pod.name == *workload.name()
+                && pod.namespace == *workload.common.namespace
+                && pod.service_account == *workload.common.service_account
         })
     }
 }

@@ -180,8 +180,8 @@ impl Shared {
     /// The pod that is served here and that a record is of.
     pub fn pod_of(&self, workload: &Workload) -> Option<Arc<Pod>> {
         let by_name = self.by_name.load();
-        let pod = by_name.get(&*workload.namespace)?.get(&*workload.name)?;
-        (pod.service_account == *workload.service_account).then(|| pod.clone())
+        let pod = by_name.get(&*workload.common.namespace)?.get(workload.name())?;
+        (pod.service_account == *workload.common.service_account).then(|| pod.clone())
     }
 
     /// The record of a pod of this node; waits for it, within a bound.

@@ -120,9 +120,11 @@ impl<'a> Names<'a> {
             (!text.is_empty()).then_some(text)
         }
         match (&peer.workload, &peer.claims) {
-            (Some(w), _) => {
-                Self { workload: known(&w.name), namespace: known(&w.namespace), cluster: known(&w.cluster) }
-            }
+            (Some(w), _) => Self {
+                workload: known(w.name()),
+                namespace: known(&w.common.namespace),
+                cluster: known(&w.place.cluster),
+            },
             (None, Some(c)) => {
                 Self { workload: known(&c.workload), namespace: known(&c.namespace), cluster: known(&c.cluster) }
             }

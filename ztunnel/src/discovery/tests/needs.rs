@@ -170,7 +170,7 @@ async fn what_is_not_used_for_long_is_given_up_with_the_next_question_and_what_i
     let request = stream.request().await;
     let old = service_key("old");
     assert_eq!(subscribed(&request), (vec!["/10.1.0.3"], vec!["/10.1.0.1", "Kubernetes//Pod/shop/a", old.as_str()]));
-    let mut left: Vec<_> = mesh.load().workloads().map(|w| w.name.to_string()).collect();
+    let mut left: Vec<_> = mesh.load().workloads().map(|w| w.name().to_string()).collect();
     left.sort();
     assert_eq!(left, ["b", "both", "local"]);
     assert!(mesh.load().service(&old).is_none());

@@ -24,7 +24,7 @@ fn verdict(mesh: &Mesh) -> Verdict {
     let verdict = evaluate(&local.policies, &connection).verdict;
     // What is ready for a pod of this node is what would be made for one elsewhere.
     let pod = &local.workload;
-    let made = snapshot.policies().applying(&pod.namespace, &pod.policies);
+    let made = snapshot.policies().applying(&pod.common.namespace, &pod.common.policies);
     assert_eq!(verdict, evaluate(&made, &connection).verdict);
     verdict
 }
@@ -137,7 +137,7 @@ async fn a_policy_whose_scope_changed_while_the_stream_was_down_applies_all_the_
             }
             assert_eq!(result(&mesh), "not_allowed");
             let local = mesh.load().local("shop", "a", "default").expect("the pod's record").workload.clone();
-            assert_eq!(local.policies.len(), after.0.clone().workload_mut().authorization_policies.len());
+            assert_eq!(local.common.policies.len(), after.0.clone().workload_mut().authorization_policies.len());
         }
     }
 }

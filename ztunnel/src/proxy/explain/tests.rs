@@ -12,7 +12,7 @@ struct Node(HashMap<&'static str, (Phase, bool)>);
 
 impl NodeFacts for Node {
     fn phase(&self, workload: &Workload) -> Option<Phase> {
-        self.0.get(&*workload.name).map(|(phase, _)| *phase)
+        self.0.get(workload.name()).map(|(phase, _)| *phase)
     }
 
     fn takes(&self, own: &TrustDomain, theirs: &TrustDomain) -> bool {

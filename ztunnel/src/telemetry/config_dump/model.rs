@@ -163,34 +163,38 @@ impl<'a> From<&'a Workload> for WorkloadDump<'a> {
         Self {
             uid: &w.uid,
             workload_ips: &w.addresses,
-            waypoint: w.waypoint.as_ref().map(Gateway::from),
-            network_gateway: w.network_gateway.as_ref().map(Gateway::from),
-            protocol: match w.protocol {
+            waypoint: w.common.waypoint.as_deref().map(Gateway::from),
+            network_gateway: w.place.network_gateway.as_deref().map(Gateway::from),
+            protocol: match w.common.protocol {
                 TunnelProtocol::None => "TCP",
                 TunnelProtocol::Hbone => "HBONE",
             },
-            name: &w.name,
-            namespace: &w.namespace,
-            trust_domain: w.trust_domain.as_str(),
-            service_account: &w.service_account,
-            workload_name: &w.workload_name,
-            workload_type: w.workload_type,
-            canonical_name: &w.canonical_name,
-            canonical_revision: &w.canonical_revision,
-            hostname: &w.hostname,
-            network: &w.network,
-            node: &w.node,
+            name: w.name(),
+            namespace: &w.common.namespace,
+            trust_domain: w.common.trust_domain.as_str(),
+            service_account: &w.common.service_account,
+            workload_name: &w.common.workload_name,
+            workload_type: w.common.workload_type,
+            canonical_name: &w.common.canonical_name,
+            canonical_revision: &w.common.canonical_revision,
+            hostname: &w.common.hostname,
+            network: &w.place.network,
+            node: &w.place.node,
             status: status(w.healthy),
-            cluster_id: &w.cluster,
-            locality: Locality { region: &w.locality.region, zone: &w.locality.zone, subzone: &w.locality.subzone },
-            native_tunnel: w.native_tunnel,
+            cluster_id: &w.place.cluster,
+            locality: Locality {
+                region: &w.place.locality.region,
+                zone: &w.place.locality.zone,
+                subzone: &w.place.locality.subzone,
+            },
+            native_tunnel: w.common.native_tunnel,
             capacity: w.capacity,
-            application_tunnel: w.application_tunnel.as_ref().map(|tunnel| Tunnel {
+            application_tunnel: w.common.application_tunnel.as_ref().map(|tunnel| Tunnel {
                 protocol: if tunnel.proxy_protocol { "PROXY" } else { "NONE" },
                 port: (tunnel.port != 0).then_some(tunnel.port),
             }),
-            authorization_policies: w.policies.iter().map(|name| &**name).collect(),
-            network_mode: if w.host_network { "HostNetwork" } else { "Standard" },
+            authorization_policies: w.common.policies.iter().map(|name| &**name).collect(),
+            network_mode: if w.common.host_network { "HostNetwork" } else { "Standard" },
             services: w.services.iter().map(|service| &*service.service).collect(),
         }
     }
@@ -211,7 +215,7 @@ impl<'a> ServiceDump<'a> {
             ports: s.ports.iter().map(|port| (port.service_port, port.target_port)).collect(),
             endpoints: endpoints.into_iter().map(|endpoint| (endpoint.workload_uid.clone(), endpoint)).collect(),
             subject_alt_names: s.subject_alt_names.iter().map(ToString::to_string).collect(),
-            waypoint: s.waypoint.as_ref().map(Gateway::from),
+            waypoint: s.waypoint.as_deref().map(Gateway::from),
             weighted_waypoints: s
                 .weighted_waypoints
                 .iter()

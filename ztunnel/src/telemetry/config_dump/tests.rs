@@ -5,8 +5,8 @@ use serde_json::Value;
 use super::policies::ServiceAccount;
 use super::*;
 use crate::mesh::{
-    ApplicationTunnel, Destination, GatewayAddress, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode,
-    NamespacedHostname, NetworkAddress, Scope, ServicePort, TunnelProtocol, Visibility, WeightedWaypoint,
+    ApplicationTunnel, Common, Destination, GatewayAddress, HealthPolicy, IpFamilies, LoadBalancing, LoadBalancingMode,
+    NamespacedHostname, NetworkAddress, Place, Scope, ServicePort, TunnelProtocol, Visibility, WeightedWaypoint,
     WorkloadService,
 };
 use crate::telemetry::connections::tests::{hbone, new, service, workload};
@@ -90,32 +90,32 @@ fn dump(sources: &Sources) -> Value {
 }
 
 fn full_workload() -> Workload {
-    Workload {
-        addresses: vec!["10.0.1.2".parse().unwrap(), "fd00::2".parse().unwrap()],
+    let bare = workload("cart");
+    let by_address = NetworkAddress { network: "net1".into(), address: "10.1.0.9".parse().unwrap() };
+    let by_name = NamespacedHostname { namespace: "istio-gateways".into(), hostname: "east.example".into() };
+    let common = Common {
         protocol: TunnelProtocol::Hbone,
-        node: "node-a".into(),
-        network: "net1".into(),
-        waypoint: Some(GatewayAddress {
-            destination: Destination::Address(NetworkAddress {
-                network: "net1".into(),
-                address: "10.1.0.9".parse().unwrap(),
-            }),
-            hbone_port: 15008,
-        }),
-        network_gateway: Some(GatewayAddress {
-            destination: Destination::Hostname(NamespacedHostname {
-                namespace: "istio-gateways".into(),
-                hostname: "east.example".into(),
-            }),
-            hbone_port: 15443,
-        }),
+        waypoint: Some(GatewayAddress { destination: Destination::Address(by_address), hbone_port: 15008 }.into()),
         application_tunnel: Some(ApplicationTunnel { proxy_protocol: true, port: 15088 }),
-        policies: vec!["shop/only-web".into()],
-        services: vec![WorkloadService { service: "shop/cart.shop.svc.cluster.local".into(), ports: vec![(80, 8080)] }],
-        healthy: false,
+        policies: ["shop/only-web".into()].into(),
         host_network: true,
         native_tunnel: true,
-        ..(*workload("cart")).clone()
+        ..(*bare.common).clone()
+    };
+    let place = Place {
+        node: "node-a".into(),
+        network: "net1".into(),
+        network_gateway: Some(GatewayAddress { destination: Destination::Hostname(by_name), hbone_port: 15443 }.into()),
+        ..(*bare.place).clone()
+    };
+    let share = WorkloadService { service: "shop/cart.shop.svc.cluster.local".into(), ports: [(80, 8080)].into() };
+    Workload {
+        addresses: vec!["10.0.1.2".parse().unwrap(), "fd00::2".parse().unwrap()].into(),
+        common: common.into(),
+        place: place.into(),
+        services: [share].into(),
+        healthy: false,
+        ..(*bare).clone()
     }
 }
 
@@ -195,15 +195,16 @@ fn a_workload_has_the_keys_and_enum_texts_of_the_field() {
 
 #[test]
 fn a_service_has_the_keys_and_enum_texts_of_the_field() {
-    let waypoint = full_workload().waypoint;
+    let waypoint = full_workload().common.waypoint.clone();
     let full = Service {
-        vips: vec![NetworkAddress { network: "".into(), address: "10.96.0.7".parse().unwrap() }],
-        ports: vec![ServicePort { service_port: 80, target_port: 8080, app_protocol: 0 }],
-        subject_alt_names: vec!["spiffe://cluster.local/ns/shop/sa/cart".parse().unwrap()],
-        weighted_waypoints: vec![WeightedWaypoint { destination: waypoint.clone().unwrap(), weight: 7 }],
+        vips: NetworkAddress { network: "".into(), address: "10.96.0.7".parse().unwrap() }.into(),
+        ports: ServicePort { service_port: 80, target_port: 8080, app_protocol: 0 }.into(),
+        subject_alt_names: ["spiffe://cluster.local/ns/shop/sa/cart".parse().unwrap()].into(),
+        weighted_waypoints: [WeightedWaypoint { destination: (**waypoint.as_ref().unwrap()).clone(), weight: 7 }]
+            .into(),
         waypoint,
         load_balancing: LoadBalancing {
-            preference: vec![Scope::Network, Scope::Region],
+            preference: [Scope::Network, Scope::Region].into(),
             mode: LoadBalancingMode::Failover,
             health: HealthPolicy::AllowAll,
         },

@@ -7,7 +7,7 @@ use super::super::log::Format;
 use super::super::log::tests::lines_of;
 use super::*;
 use crate::identity::{Identity, TrustDomain};
-use crate::mesh::{Locality, Service, Workload};
+use crate::mesh::{Common, Few, Locality, Place, Service, Workload};
 use crate::policy::{RuleRef, Verdict};
 
 fn identity(namespace: &str, account: &str) -> Identity {
@@ -17,45 +17,35 @@ fn identity(namespace: &str, account: &str) -> Identity {
 pub(crate) fn workload(name: &str) -> Arc<Workload> {
     Arc::new(Workload {
         uid: format!("Kubernetes//Pod/shop/{name}-0").into(),
-        name: format!("{name}-0").into(),
-        namespace: "shop".into(),
-        workload_name: name.into(),
-        canonical_name: name.into(),
-        canonical_revision: "v1".into(),
-        cluster: "Kubernetes".into(),
-        locality: Locality { region: "r1".into(), zone: "z1".into(), subzone: "".into() },
-        ..bare_workload()
-    })
-}
-
-fn bare_workload() -> Workload {
-    Workload {
-        uid: "".into(),
-        name: "".into(),
-        namespace: "".into(),
-        addresses: vec![],
-        hostname: "".into(),
-        network: "".into(),
-        protocol: Default::default(),
-        trust_domain: TrustDomain::default(),
-        service_account: "default".into(),
-        waypoint: None,
-        network_gateway: None,
-        node: "".into(),
-        workload_name: "".into(),
-        workload_type: "pod",
-        canonical_name: "".into(),
-        canonical_revision: "".into(),
-        cluster: "".into(),
-        locality: Locality::default(),
-        healthy: true,
-        native_tunnel: false,
-        host_network: false,
-        application_tunnel: None,
-        policies: vec![],
-        services: vec![],
+        own_name: None,
+        addresses: Few::default(),
+        common: Arc::new(Common {
+            namespace: "shop".into(),
+            service_account: "default".into(),
+            trust_domain: TrustDomain::default(),
+            protocol: Default::default(),
+            hostname: "".into(),
+            workload_name: name.into(),
+            workload_type: "pod",
+            canonical_name: name.into(),
+            canonical_revision: "v1".into(),
+            waypoint: None,
+            native_tunnel: false,
+            host_network: false,
+            application_tunnel: None,
+            policies: [].into(),
+        }),
+        place: Arc::new(Place {
+            node: "".into(),
+            cluster: "Kubernetes".into(),
+            network: "".into(),
+            network_gateway: None,
+            locality: Locality { region: "r1".into(), zone: "z1".into(), subzone: "".into() },
+        }),
+        services: [].into(),
         capacity: 1,
-    }
+        healthy: true,
+    })
 }
 
 pub(crate) fn service() -> Arc<Service> {
@@ -64,12 +54,12 @@ pub(crate) fn service() -> Arc<Service> {
         name: "cart".into(),
         namespace: "shop".into(),
         hostname: "cart.shop.svc.cluster.local".into(),
-        vips: vec![],
-        cidr_vips: vec![],
-        ports: vec![],
-        subject_alt_names: vec![],
+        vips: Few::default(),
+        cidr_vips: [].into(),
+        ports: Few::default(),
+        subject_alt_names: [].into(),
         waypoint: None,
-        weighted_waypoints: vec![],
+        weighted_waypoints: [].into(),
         load_balancing: Default::default(),
         ip_families: Default::default(),
         canonical: true,

@@ -84,13 +84,13 @@ impl<'a> PeerView<'a> {
 
     fn of_workload(workload: &'a Workload) -> Self {
         Self {
-            workload: known(&workload.workload_name),
-            canonical_service: known(&workload.canonical_name),
-            canonical_revision: known(&workload.canonical_revision),
-            namespace: known(&workload.namespace),
-            cluster: known(&workload.cluster),
-            region: known(&workload.locality.region),
-            zone: known(&workload.locality.zone),
+            workload: known(&workload.common.workload_name),
+            canonical_service: known(&workload.common.canonical_name),
+            canonical_revision: known(&workload.common.canonical_revision),
+            namespace: known(&workload.common.namespace),
+            cluster: known(&workload.place.cluster),
+            region: known(&workload.place.locality.region),
+            zone: known(&workload.place.locality.zone),
             principal: None,
         }
     }

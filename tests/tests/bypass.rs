@@ -132,7 +132,7 @@ fn claims_in_headers_and_authorities_of_neighbours_open_nothing() {
     let host = format!("{}:80", shop.far_service.hostname());
     assert_ne!(by_neighbour.connect(&host, &claims).expect("an answer").status, 200);
     assert_eq!(came(&server, &shop), before);
-    assert_eq!(open.seen().len(), 1);
+    assert_eq!(open.wait_seen(1).len(), 1);
     // The log tells who it was, not who it claimed to be.
     let line = shop.mesh().node(1).wait_access_line("a refusal", |line| line.get("response_flags") == "DENY");
     assert_eq!(line.get("src.identity"), shop.client.identity(), "{}", line.text);

@@ -1,22 +1,22 @@
 //! A tunnel to a peer, and streams on it.
 
-use std::future::Future;
-use std::pin::Pin;
-use std::rc::Rc;
+use std::future::{Future, poll_fn};
+use std::rc::{Rc, Weak};
 use std::time::{Instant, SystemTime};
 
-use bytes::Bytes;
-use h2::client::SendRequest;
-use h2::{RecvStream, SendStream};
-use http::{HeaderMap, Request, StatusCode};
+use h2::Reason;
+use http::{HeaderMap, StatusCode};
 use rustls::AlertDescription;
 use tokio::time::timeout;
 
-use super::driver::{Ended, Load, StreamCount, Watch, poll_turn};
+use super::connection::{Broken, Role};
+use super::driver::{Ended, Load, StreamCount, Watch, Wire};
+use super::fields::Request;
 use super::headers::read_reason;
 use super::held::HeldTls;
 use super::pool::Dialled;
 use super::settings::Settings;
+use super::stream::Stream;
 use super::tls::{TlsError, TlsSocket};
 use super::tunnels::{Proof, Tunnels};
 use crate::identity::{Identity, PeerRole};
@@ -26,9 +26,7 @@ use crate::identity::{Identity, PeerRole};
 pub enum TunnelError {
     #[error("TLS handshake: {0}")]
     Tls(#[from] TlsError),
-    #[error("HTTP/2 handshake: {0}")]
-    H2(String),
-    #[error("TLS and HTTP/2 handshake: no answer in {0:?}")]
+    #[error("TLS handshake: no answer in {0:?}")]
     Timeout(std::time::Duration),
 }
 
@@ -51,14 +49,13 @@ pub enum StreamError {
 
 /// A tunnel: one HTTP/2 connection over mutual TLS.
 pub(super) struct Tunnel {
-    requests: SendRequest<Bytes>,
+    wire: Weak<Wire>,
     load: Rc<Load>,
 }
 
-/// An accepted CONNECT of ours: the app's bytes go through it.
-pub struct Stream {
-    pub send: SendStream<Bytes>,
-    pub recv: RecvStream,
+/// A CONNECT of ours that was taken: the app's bytes go through its stream.
+pub struct Opened {
+    pub stream: Stream,
     /// Of the answer.
     pub headers: HeaderMap,
     pub count: StreamCount,
@@ -88,31 +85,24 @@ impl Tunnel {
         let tls = HeldTls::new(TlsSocket::connect(socket, certificate.client_config(expected)).await?);
         let load = Load::new(Some(Proof::new(&certificate, PeerRole::Server, &tls)));
         tunnels.add(&load, generation);
-        let (requests, mut connection) =
-            settings.client().handshake::<_, Bytes>(tls.clone()).await.map_err(|e| TunnelError::H2(e.to_string()))?;
-        let mut watch = Watch::new(connection.ping_pong(), settings);
-        let driven = load.clone();
+        let wire = Wire::new(tls, Role::Client, load.clone(), settings);
+        let tunnel = Self { wire: Rc::downgrade(&wire), load };
+        let mut watch = Watch::new(settings);
         tokio::task::spawn_local(async move {
-            let end = std::future::poll_fn(|cx| {
-                poll_turn(cx, &tls, &mut watch, &driven, |cx| Pin::new(&mut connection).poll(cx))
-            })
-            .await;
-            let alert = tls.get().alert();
-            driven.end(match (end, alert) {
-                (Ok(Ok(())), _) => Ended::Closed,
-                (Ok(Err(_)) | Err(Ended::Failed(_)), Some(alert)) => Ended::Alert(alert),
-                (Ok(Err(error)), None) => Ended::Failed(error.to_string()),
-                (Err(ended), _) => ended,
-            });
+            let ended = poll_fn(|cx| wire.poll_turn(cx, &mut watch)).await;
+            wire.connection.borrow_mut().end(&ended.to_string());
+            wire.load.end(ended);
         });
-        Ok(Self { requests, load })
+        Ok(tunnel)
     }
 
     /// Streams that can be opened before another tunnel is due: none if this one rests on certificates that have been
     /// renewed by now.
     pub fn room(&self, settings: &Settings, now: SystemTime) -> u32 {
-        let limit = self.requests.current_max_send_streams().min(settings.streams_per_tunnel as usize) as u32;
-        if self.load.is_fresh(now) { limit.saturating_sub(self.load.streams()) } else { 0 }
+        let Some(wire) = self.wire.upgrade() else { return 0 };
+        let connection = wire.connection.borrow();
+        let limit = connection.peer_streams().unwrap_or(u32::MAX).min(settings.streams_per_tunnel);
+        if self.load.is_fresh(now) && !connection.peer_left() { limit.saturating_sub(self.load.streams()) } else { 0 }
     }
 
     /// Whether it is of no more use.
@@ -128,15 +118,15 @@ impl Tunnel {
     /// Takes a place on the tunnel; the future opens the stream.
     pub fn stream(
         &self,
-        request: Request<()>,
+        request: Request,
         settings: &Settings,
-    ) -> impl Future<Output = Result<Stream, StreamError>> + use<> {
-        let requests = self.requests.clone();
+    ) -> impl Future<Output = Result<Opened, StreamError>> + use<> {
         let count = self.load.count();
         let load = self.load.clone();
+        let wire = self.wire.clone();
         let limit = settings.response_timeout;
         async move {
-            match timeout(limit, connect(requests, request, count)).await {
+            match timeout(limit, connect(wire, &request, count)).await {
                 Ok(Err(error @ StreamError::NotStarted(_))) => {
                     // The peer takes no more on it, as after a GOAWAY; what runs may finish.
                     load.retire();
@@ -149,36 +139,44 @@ impl Tunnel {
     }
 }
 
-async fn connect(
-    requests: SendRequest<Bytes>,
-    request: Request<()>,
-    count: StreamCount,
-) -> Result<Stream, StreamError> {
-    let not_started = |e: h2::Error| match count.tunnel_ended() {
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        // Nobody opens any more streams: it ends with those that run.
+        if let Some(wire) = self.wire.upgrade() {
+            wire.connection.borrow_mut().leave();
+            self.load.wake();
+        }
+    }
+}
+
+async fn connect(wire: Weak<Wire>, request: &Request, count: StreamCount) -> Result<Opened, StreamError> {
+    let stream = open(wire, request).ok_or_else(|| match count.tunnel_ended() {
         Some(Ended::Alert(alert)) => StreamError::Alert(alert),
         Some(ended) => StreamError::NotStarted(ended.to_string()),
-        None => StreamError::NotStarted(e.to_string()),
-    };
-    let mut requests = requests.ready().await.map_err(not_started)?;
-    let (response, send) = requests.send_request(request, false).map_err(not_started)?;
-    drop(requests);
-    let response = response.await.map_err(|e| unanswered(e, &count))?;
-    let (head, recv) = response.into_parts();
-    if head.status != StatusCode::OK {
-        return Err(StreamError::Refused { status: head.status, reason: read_reason(&head.headers) });
+        None => StreamError::NotStarted("the peer takes no more streams on it".into()),
+    })?;
+    let answer = poll_fn(|cx| stream.poll_answer(cx)).await.map_err(|broken| unanswered(&broken, &count))?;
+    if answer.status != StatusCode::OK {
+        return Err(StreamError::Refused { status: answer.status, reason: read_reason(&answer.headers) });
     }
-    Ok(Stream { send, recv, headers: head.headers, count })
+    Ok(Opened { stream, headers: answer.headers, count })
+}
+
+fn open(wire: Weak<Wire>, request: &Request) -> Option<Stream> {
+    let wire = wire.upgrade()?;
+    let (id, state) = wire.connection.borrow_mut().open(request)?;
+    wire.load.wake();
+    Some(Stream::new(&wire, id, state))
 }
 
 /// A peer that says REFUSED_STREAM, or GOAWAY with an earlier last stream, has not begun (RFC 9113 §8.7). Nor has
 /// anything of the app's been sent before the answer, so a tunnel that broke is no reason either to give up.
-fn unanswered(error: h2::Error, count: &StreamCount) -> StreamError {
-    if let Some(Ended::Alert(alert)) = count.tunnel_ended() {
-        return StreamError::Alert(alert);
+fn unanswered(broken: &Broken, count: &StreamCount) -> StreamError {
+    match (count.tunnel_ended(), broken) {
+        (Some(Ended::Alert(alert)), _) => StreamError::Alert(alert),
+        (Some(_), _) | (None, Broken::NotTaken | Broken::Tunnel(_) | Broken::Reset(Reason::REFUSED_STREAM)) => {
+            StreamError::NotStarted(broken.to_string())
+        }
+        (None, Broken::Reset(reason) | Broken::Fault(reason)) => StreamError::Reset(format!("{reason:?}")),
     }
-    let not_started = error.reason() == Some(h2::Reason::REFUSED_STREAM)
-        || error.is_go_away()
-        || error.is_io()
-        || count.tunnel_ended().is_some();
-    if not_started { StreamError::NotStarted(error.to_string()) } else { StreamError::Reset(error.to_string()) }
 }

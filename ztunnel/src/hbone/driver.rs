@@ -1,18 +1,21 @@
-//! Drives one HTTP/2 connection: lets h2 do its turn, sends what came of it at once, and watches that the peer lives.
+//! Drives one tunnel: in a turn it reads all that has come, hands it on, and sends all that the streams wrote meanwhile
+//! in few records and one system call. Watches that the peer lives.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
+use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant, SystemTime};
 
-use h2::{Ping, PingPong};
 use rustls::AlertDescription;
 use tokio::time::{Sleep, sleep};
 
+use super::connection::{Connection, Role};
 use super::held::HeldTls;
 use super::settings::Settings;
+use super::tls::TlsSocket;
 use super::tunnels::Proof;
 use crate::identity::{Identity, PeerError};
 
@@ -108,8 +111,10 @@ impl Load {
         self.cut.borrow().is_some()
     }
 
-    fn wake(&self) {
-        if let Some(driver) = self.driver.borrow_mut().take() {
+    /// Lets the driver have a turn.
+    pub fn wake(&self) {
+        let driver = self.driver.borrow_mut().take();
+        if let Some(driver) = driver {
             driver.wake();
         }
     }
@@ -169,7 +174,6 @@ impl Drop for StreamCount {
 /// Notices a peer that has gone silent while streams are open. Any byte is a sign of life.
 pub(super) struct Watch {
     timer: Pin<Box<Sleep>>,
-    pings: Option<PingPong>,
     silence: Silence,
 }
 
@@ -190,30 +194,28 @@ enum Look {
 }
 
 impl Watch {
-    pub fn new(pings: Option<PingPong>, settings: &Settings) -> Self {
-        Self { timer: Box::pin(sleep(settings.ping_after)), pings, silence: Silence::new(settings) }
+    pub fn new(settings: &Settings) -> Self {
+        Self { timer: Box::pin(sleep(settings.ping_after)), silence: Silence::new(settings) }
     }
 
     /// Ready once the peer is dead.
-    fn poll(&mut self, cx: &mut Context<'_>, load: &Load, last_heard: Instant) -> Poll<Ended> {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        load: &Load,
+        last_heard: Instant,
+        connection: &mut Connection,
+    ) -> Poll<()> {
         while self.timer.as_mut().poll(cx).is_ready() {
-            let now = Instant::now();
-            let next = match self.silence.look(load.streams() > 0, last_heard, now) {
-                Look::Dead => return Poll::Ready(Ended::Dead(now.saturating_duration_since(last_heard))),
+            let next = match self.silence.look(load.streams() > 0, last_heard, Instant::now()) {
+                Look::Dead => return Poll::Ready(()),
                 Look::Again(next) => next,
                 Look::Ping(next) => {
-                    if let Some(pings) = &mut self.pings {
-                        // An earlier ping may be under way still: then its answer serves as well.
-                        let _ = pings.send_ping(Ping::opaque());
-                    }
+                    connection.ping();
                     next
                 }
             };
             self.timer.set(sleep(next.max(SHORTEST)));
-        }
-        if let Some(pings) = &mut self.pings {
-            // Takes the answer, so that the next ping can be sent.
-            let _ = pings.poll_pong(cx);
         }
         Poll::Pending
     }
@@ -248,36 +250,114 @@ impl Silence {
     }
 }
 
-/// One turn: `h2` does what it can, then all that it wrote is sent.
-pub(super) fn poll_turn<T>(
-    cx: &mut Context<'_>,
-    tls: &HeldTls,
-    watch: &mut Watch,
-    load: &Load,
-    mut h2: impl FnMut(&mut Context<'_>) -> Poll<T>,
-) -> Poll<Result<T, Ended>> {
-    if let Poll::Ready(why) = load.poll_cut(cx) {
-        return Poll::Ready(Err(why));
+/// A tunnel: what its driver owns, and its streams find as long as it runs.
+pub(super) struct Wire {
+    pub tls: HeldTls,
+    pub connection: RefCell<Connection>,
+    pub load: Rc<Load>,
+    closing: Cell<Option<Instant>>,
+}
+
+impl Wire {
+    pub fn new(tls: HeldTls, role: Role, load: Rc<Load>, settings: &Settings) -> Rc<Self> {
+        let connection = RefCell::new(Connection::new(role, settings));
+        Rc::new(Self { tls, connection, load, closing: Cell::new(None) })
     }
-    loop {
-        let turn = h2(cx);
-        let mut socket = tls.get();
-        match socket.poll_send(cx) {
-            Poll::Ready(Err(error)) => {
-                return Poll::Ready(Err(Ended::Failed(format!("writing to the tunnel: {error}"))));
+
+    /// One turn; ready when the tunnel is over.
+    pub fn poll_turn(&self, cx: &mut Context<'_>, watch: &mut Watch) -> Poll<Ended> {
+        if let Poll::Ready(why) = self.load.poll_cut(cx) {
+            return Poll::Ready(why);
+        }
+        let (tls, connection) = (&mut *self.tls.get(), &mut *self.connection.borrow_mut());
+        let ended = self.read(cx, tls, connection);
+        if watch.poll(cx, &self.load, tls.last_heard(), connection).is_ready() {
+            return Poll::Ready(Ended::Dead(tls.last_heard().elapsed()));
+        }
+        if let Err(error) = send(cx, tls, connection) {
+            return Poll::Ready(Ended::Failed(format!("writing to the tunnel: {error}")));
+        }
+        connection.check_unsent();
+        if let Some((reason, what)) = connection.failed() {
+            // The peer is told where the socket takes it.
+            let _ = send(cx, tls, connection);
+            let _ = tls.poll_close(cx);
+            return Poll::Ready(Ended::Failed(format!("the peer broke HTTP/2: {what} ({reason:?})")));
+        }
+        connection.grant(tls.room());
+        if let Some(ended) = ended {
+            return Poll::Ready(ended);
+        }
+        if !connection.is_done() {
+            return Poll::Pending;
+        }
+        let since = self.closing.get().unwrap_or_else(Instant::now);
+        self.closing.set(Some(since));
+        match tls.poll_close(cx) {
+            Poll::Pending if since.elapsed() < CLOSE => Poll::Pending,
+            _ => Poll::Ready(Ended::Closed),
+        }
+    }
+
+    /// Reads what there is, within what is fair to others of this thread. How the tunnel ended, if it did.
+    fn read(&self, cx: &mut Context<'_>, tls: &mut TlsSocket, connection: &mut Connection) -> Option<Ended> {
+        for _ in 0..READS {
+            let read = tls.poll_read(cx, |bytes| connection.read(bytes));
+            connection.deliver();
+            match read {
+                Poll::Pending => return None,
+                Poll::Ready(Ok(true)) => {}
+                Poll::Ready(Ok(false)) => return Some(Ended::Closed),
+                Poll::Ready(Err(error)) => {
+                    return Some(match tls.alert() {
+                        Some(alert) => Ended::Alert(alert),
+                        None => Ended::Failed(error.to_string()),
+                    });
+                }
             }
-            Poll::Ready(Ok(())) if turn.is_pending() && socket.take_turned_away() => continue,
-            _ => {}
         }
-        let last_heard = socket.last_heard();
-        drop(socket);
-        if let Poll::Ready(value) = turn {
-            return Poll::Ready(Ok(value));
-        }
-        return watch.poll(cx, load, last_heard).map(Err);
+        cx.waker().wake_by_ref();
+        None
+    }
+
+    /// Puts what is to be said before the streams' bytes.
+    pub fn write_out(&self, tls: &mut TlsSocket, connection: &mut Connection) -> io::Result<()> {
+        write_out(tls, connection)
     }
 }
 
+fn write_out(tls: &mut TlsSocket, connection: &mut Connection) -> io::Result<()> {
+    let out = connection.out();
+    if !out.is_empty() {
+        let n = tls.write(out)?;
+        out.drain(..n);
+        if out.is_empty() && out.capacity() > KEPT_OUT {
+            *out = Vec::new();
+        }
+    }
+    Ok(())
+}
+
+/// Sends all that was written, or what the socket takes.
+fn send(cx: &mut Context<'_>, tls: &mut TlsSocket, connection: &mut Connection) -> io::Result<()> {
+    loop {
+        write_out(tls, connection)?;
+        match tls.poll_send(cx) {
+            Poll::Ready(sent) => sent?,
+            Poll::Pending => return Ok(()),
+        }
+        if connection.out().is_empty() {
+            return Ok(());
+        }
+    }
+}
+
+/// Reads of one turn, each of up to a buffer.
+const READS: usize = 4;
+/// What a peer may take to read our last words.
+const CLOSE: Duration = Duration::from_secs(10);
+/// Of the space for frames that are not of streams, bytes that are kept.
+const KEPT_OUT: usize = 512;
 /// Between two looks at a tunnel.
 const SHORTEST: Duration = Duration::from_millis(100);
 

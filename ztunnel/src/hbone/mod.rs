@@ -5,21 +5,29 @@
 
 mod buffers;
 mod client;
+mod connection;
 mod driver;
+mod fields;
+mod frame;
 mod headers;
 mod held;
+mod hpack;
 mod pool;
 mod server;
 mod settings;
+mod stream;
 mod tls;
 mod tunnels;
 
 pub(crate) use buffers::Buffer;
-pub use client::{Stream, StreamError, TunnelError};
+pub use client::{Opened, StreamError, TunnelError};
+pub use connection::{Broken, Connection, Role, Sink};
 pub use driver::{Ended, StreamCount};
+pub use fields::Request;
 pub use headers::{Authority, BAGGAGE, Baggage, FORWARDED, REASON, TRACEPARENT, baggage_of, forwarded, read_forwarded};
 pub use pool::{Dialled, OpenError, Pool, PoolKey};
 pub use server::{Abandoned, AcceptError, Accepted, Established, Incoming};
 pub use settings::Settings;
+pub use stream::Stream;
 pub use tls::{TlsError, TlsSocket};
 pub use tunnels::{Round, Tunnels};

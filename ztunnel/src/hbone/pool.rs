@@ -11,10 +11,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
-use http::Request;
 use tokio::sync::Notify;
 
-use super::client::{Stream, StreamError, Tunnel, TunnelError};
+use super::client::{Opened, StreamError, Tunnel, TunnelError};
+use super::fields::Request;
 use super::settings::Settings;
 use super::tunnels::Tunnels;
 use crate::identity::{Certificate, Identity};
@@ -81,9 +81,9 @@ impl<E: Clone> Pool<E> {
     pub async fn stream<F>(
         &self,
         key: &PoolKey,
-        request: impl Fn() -> Request<()>,
+        request: impl Fn() -> Request,
         dial: impl Fn() -> F,
-    ) -> Result<Stream, OpenError<E>>
+    ) -> Result<Opened, OpenError<E>>
     where
         F: Future<Output = Result<Dialled, E>>,
     {
@@ -162,9 +162,9 @@ impl<E: Clone> Peer<E> {
     /// A place on the tunnel with the most room.
     fn place(
         &self,
-        request: Request<()>,
+        request: Request,
         settings: &Settings,
-    ) -> Option<impl Future<Output = Result<Stream, StreamError>> + use<E>> {
+    ) -> Option<impl Future<Output = Result<Opened, StreamError>> + use<E>> {
         let now = SystemTime::now();
         let mut tunnels = self.tunnels.borrow_mut();
         tunnels.retain(|t| !t.is_over(now));
@@ -214,6 +214,8 @@ mod tests {
     use tokio::task::{LocalSet, spawn_local};
 
     use super::*;
+    use http::HeaderMap;
+
     use crate::identity::{Trust, TrustSettings};
 
     fn key() -> PoolKey {
@@ -232,9 +234,9 @@ mod tests {
         fail: Notify,
     }
 
-    type Opened = tokio::task::JoinHandle<Result<Stream, OpenError<&'static str>>>;
+    type Opening = tokio::task::JoinHandle<Result<Opened, OpenError<&'static str>>>;
 
-    fn open(pool: &Rc<Pool<&'static str>>, dials: &Rc<Dials>) -> Opened {
+    fn open(pool: &Rc<Pool<&'static str>>, dials: &Rc<Dials>) -> Opening {
         let (pool, dials) = (pool.clone(), dials.clone());
         spawn_local(async move {
             let dial = || async {
@@ -242,7 +244,7 @@ mod tests {
                 dials.fail.notified().await;
                 Err("no answer")
             };
-            pool.stream(&key(), || Request::new(()), dial).await
+            pool.stream(&key(), || Request::connect("192.0.2.1:80", HeaderMap::new()), dial).await
         })
     }
 

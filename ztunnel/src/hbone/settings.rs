@@ -5,10 +5,11 @@ use std::time::Duration;
 /// Settings of both ends. Sizes in bytes.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What a peer may send on a stream before the app has read it: with the socket buffers, the bound of bytes in
-    /// flight for a stalled reader.
+    /// What a peer may send on a stream before the app has read it. It grows up to four times of this while the app keeps
+    /// up: with the socket buffers, the bound of bytes in flight for a stalled reader.
     pub stream_window: u32,
-    /// Never limits: a stalled stream must not cost the others anything.
+    /// What a peer may send on all streams before it has come. It is given back as it comes, not as apps read: a
+    /// stalled stream costs the others nothing.
     pub connection_window: u32,
     /// Largest DATA frame that we take.
     pub frame_size: u32,
@@ -31,8 +32,8 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            stream_window: 1024 * 1024,
-            connection_window: i32::MAX as u32,
+            stream_window: 256 * 1024,
+            connection_window: 64 << 20,
             frame_size: 256 * 1024,
             max_streams: 200,
             streams_per_tunnel: 64,
@@ -44,40 +45,3 @@ impl Default for Settings {
         }
     }
 }
-
-impl Settings {
-    pub(super) fn client(&self) -> h2::client::Builder {
-        let mut builder = h2::client::Builder::new();
-        builder
-            .initial_window_size(self.stream_window)
-            .initial_connection_window_size(self.connection_window)
-            .max_frame_size(self.frame_size)
-            .max_header_list_size(HEADER_LIST)
-            .max_send_buffer_size(SEND_BUFFER)
-            .initial_max_send_streams(self.streams_per_tunnel as usize)
-            .data_frame_budget(FRAME_BUDGET)
-            .enable_push(false);
-        builder
-    }
-
-    pub(super) fn server(&self) -> h2::server::Builder {
-        let mut builder = h2::server::Builder::new();
-        builder
-            .initial_window_size(self.stream_window)
-            .initial_connection_window_size(self.connection_window)
-            .max_frame_size(self.frame_size)
-            .max_header_list_size(HEADER_LIST)
-            .max_send_buffer_size(SEND_BUFFER)
-            .data_frame_budget(FRAME_BUDGET)
-            .max_concurrent_streams(self.max_streams);
-        builder
-    }
-}
-
-/// Largest header list that is taken, bytes.
-const HEADER_LIST: u32 = 16 * 1024;
-/// What a stream may hold between the app and the tunnel, bytes.
-const SEND_BUFFER: usize = 256 * 1024;
-/// Small frames of apps that write byte by byte must not count as an attack: peers are authenticated, and what a
-/// stream can hold is bounded by its window.
-const FRAME_BUDGET: usize = 1 << 40;

@@ -44,9 +44,8 @@ pub struct TlsSocket {
     tls: Tls,
     /// Ciphertext from the socket that is not processed yet.
     inbox: Inbox,
-    /// Plaintext of a record that did not fit into the reader's buffer.
+    /// Plaintext that came while nobody read.
     rest: Vec<u8>,
-    rest_start: usize,
     /// Plaintext that waits to be put into a record with what follows.
     staged: Vec<u8>,
     /// Records that wait for the socket.
@@ -56,8 +55,6 @@ pub struct TlsSocket {
     closing: bool,
     /// TLS cannot go on: what is left to do is to send the alert.
     failed: bool,
-    /// A write was turned away because the outbox was full.
-    turned_away: bool,
     /// When bytes last came from the peer: any frame is a sign of life.
     last_heard: Instant,
     /// By which the peer ended TLS.
@@ -127,14 +124,12 @@ impl TlsSocket {
             tls,
             inbox: Inbox::default(),
             rest: Vec::new(),
-            rest_start: 0,
             staged: Vec::new(),
             outbox: None,
             handshaking: true,
             peer_closed: false,
             closing: false,
             failed: false,
-            turned_away: false,
             last_heard: Instant::now(),
             alert: None,
         };
@@ -211,31 +206,28 @@ impl TlsSocket {
         let _ = tokio::time::timeout(LINGER, linger).await;
     }
 
-    /// Decrypted bytes, or nothing at the end of the stream.
-    pub fn poll_read(&mut self, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    /// Gives all that has come, decrypted, to `take`. Ready with `false` at the end of the stream.
+    pub fn poll_read(&mut self, cx: &mut Context<'_>, mut take: impl FnMut(&[u8])) -> Poll<io::Result<bool>> {
+        let mut delivered = false;
+        if !self.rest.is_empty() {
+            take(&std::mem::take(&mut self.rest));
+            delivered = true;
+        }
         loop {
-            if self.rest_start < self.rest.len() {
-                let rest = &self.rest[self.rest_start..];
-                let n = rest.len().min(into.remaining());
-                into.put_slice(&rest[..n]);
-                self.rest_start += n;
-                if self.rest_start == self.rest.len() {
-                    self.rest = Vec::new();
-                    self.rest_start = 0;
-                }
-                return Poll::Ready(Ok(()));
-            }
             if self.peer_closed {
-                return Poll::Ready(Ok(()));
+                return Poll::Ready(Ok(delivered));
             }
             if self.failed {
                 return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
             }
-            match self.step(into, None) {
-                Ok(Step::Progress) => continue,
-                Ok(Step::Delivered) => return Poll::Ready(Ok(())),
+            match self.step(&mut Taker(&mut take), None) {
+                Ok(Step::Progress) => {}
+                Ok(Step::Delivered) => delivered = true,
                 Ok(Step::PeerClosed) => self.peer_closed = true,
                 Ok(Step::Open | Step::Handshaking | Step::Sealed) => {
+                    if delivered {
+                        return Poll::Ready(Ok(true));
+                    }
                     if ready!(self.poll_fill(cx))? == 0 {
                         // Without close_notify an end could have been forged by anybody on the path.
                         return Poll::Ready(Err(io::Error::new(
@@ -244,66 +236,56 @@ impl TlsSocket {
                         )));
                     }
                 }
-                Err(error) => {
-                    return Poll::Ready(Err(self.broken(error)));
-                }
+                Err(error) => return Poll::Ready(Err(self.broken(error))),
             }
         }
     }
 
-    /// Takes plaintext to be sent with the next [`TlsSocket::poll_send`]; waits only where a whole buffer of records
-    /// could not be sent yet.
-    pub fn poll_write(&mut self, cx: &mut Context<'_>, parts: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
-        if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
-            self.turned_away = true;
-            ready!(self.poll_drain(cx))?;
-            self.turned_away = false;
-        }
+    /// Bytes of streams that may be written now: what comes beyond that would wait behind too much. A reserve is left
+    /// for what is not of streams.
+    pub fn room(&self) -> usize {
+        let waiting = self.outbox.as_ref().map_or(0, Buffer::len) + self.staged.len();
+        STREAMS_ROOM.saturating_sub(waiting)
+    }
+
+    /// Takes plaintext to be sent with the next [`TlsSocket::poll_send`]: all that there is room for.
+    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<usize> {
         if self.failed {
-            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            return Err(io::ErrorKind::BrokenPipe.into());
         }
-        let mut taken = 0;
-        for part in parts {
-            let mut bytes: &[u8] = part;
-            while !bytes.is_empty() {
-                if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
-                    return Poll::Ready(Ok(taken));
-                }
-                if self.staged.is_empty() && bytes.len() >= RECORD_SIZE {
-                    self.encrypt(Piece::Bytes(&bytes[..RECORD_SIZE]))?;
-                    bytes = &bytes[RECORD_SIZE..];
-                    taken += RECORD_SIZE;
-                    continue;
-                }
-                if self.staged.capacity() == 0 {
-                    self.staged.reserve(FIRST_STAGED);
-                }
-                let n = bytes.len().min(RECORD_SIZE - self.staged.len());
-                self.staged.extend_from_slice(&bytes[..n]);
-                bytes = &bytes[n..];
-                taken += n;
-                if self.staged.len() == RECORD_SIZE {
-                    self.encrypt(Piece::Staged)?;
-                }
+        let whole = bytes.len();
+        while !bytes.is_empty() && !self.is_full() {
+            if self.staged.is_empty() && bytes.len() >= RECORD_SIZE {
+                self.encrypt(Piece::Bytes(&bytes[..RECORD_SIZE]))?;
+                bytes = &bytes[RECORD_SIZE..];
+                continue;
+            }
+            if self.staged.capacity() == 0 {
+                self.staged.reserve(FIRST_STAGED);
+            }
+            let n = bytes.len().min(RECORD_SIZE - self.staged.len());
+            self.staged.extend_from_slice(&bytes[..n]);
+            bytes = &bytes[n..];
+            if self.staged.len() == RECORD_SIZE {
+                self.encrypt(Piece::Staged)?;
             }
         }
-        Poll::Ready(Ok(taken))
+        Ok(whole - bytes.len())
+    }
+
+    fn is_full(&self) -> bool {
+        self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE)
     }
 
     /// Sends all that was written. Ready when the socket has taken everything.
     pub fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.staged.is_empty() && !self.failed {
-            if self.outbox.as_ref().is_some_and(|o| o.len() > BUFFER_SIZE - OUTBOX_SPARE) {
+            if self.is_full() {
                 ready!(self.poll_drain(cx))?;
             }
             self.encrypt(Piece::Staged)?;
         }
         self.poll_drain(cx)
-    }
-
-    /// Whether a write was turned away since the last call: the writer must be polled again once all is sent.
-    pub fn take_turned_away(&mut self) -> bool {
-        std::mem::take(&mut self.turned_away)
     }
 
     /// Sends all that was written and the orderly end.
@@ -398,11 +380,12 @@ trait Sink {
     fn put(&mut self, bytes: &[u8]) -> usize;
 }
 
-impl Sink for ReadBuf<'_> {
+struct Taker<'a, F>(&'a mut F);
+
+impl<F: FnMut(&[u8])> Sink for Taker<'_, F> {
     fn put(&mut self, bytes: &[u8]) -> usize {
-        let n = bytes.len().min(self.remaining());
-        self.put_slice(&bytes[..n]);
-        n
+        (self.0)(bytes);
+        bytes.len()
     }
 }
 
@@ -512,6 +495,8 @@ const RECORD_SIZE: usize = 16 * 1024;
 const RECORD_ROOM: usize = 17 * 1024;
 /// When less than this is free in the outbox, no more is taken: two records.
 const OUTBOX_SPARE: usize = 2 * RECORD_ROOM;
+/// Bytes of streams that wait before the socket at most.
+const STREAMS_ROOM: usize = 3 * BUFFER_SIZE / 4;
 /// Staging space to begin with, bytes.
 const FIRST_STAGED: usize = 4 * 1024;
 /// Staging space that an idle connection may keep, bytes.

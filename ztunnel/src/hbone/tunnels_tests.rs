@@ -2,15 +2,16 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use bytes::Bytes;
-use http::Request;
+use http::HeaderMap;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{Instant, timeout};
 
 use super::*;
 use crate::hbone::client::Tunnel;
-use crate::hbone::{Accepted, Dialled, Established, OpenError, Pool, PoolKey, Settings, Stream, StreamError};
+use crate::hbone::{
+    Accepted, Broken, Dialled, Established, OpenError, Opened, Pool, PoolKey, Request, Settings, StreamError,
+};
 use crate::identity::testing::{Leaf, TestCa};
 use crate::identity::{CrlSet, RevocationRules, TrustSettings};
 
@@ -70,14 +71,14 @@ impl Rig {
         Self { ca, client, server, pool, address }
     }
 
-    async fn stream(&self) -> Result<Stream, OpenError<String>> {
+    async fn stream(&self) -> Result<Opened, OpenError<String>> {
         let key = PoolKey {
             pod: "web".into(),
             workload: "cart".into(),
             address: self.address,
             expected: vec![identity("cart")],
         };
-        let request = || Request::connect("10.0.0.1:80").body(()).unwrap();
+        let request = || Request::connect("10.0.0.1:80", HeaderMap::new());
         let dial = || async {
             let socket = TcpStream::connect(self.address).await.map_err(|e| e.to_string())?;
             Ok(Dialled { socket, certificate: self.client.certificate.clone() })
@@ -85,7 +86,7 @@ impl Rig {
         timeout(SOON, self.pool.stream(&key, request, dial)).await.expect("an end in time")
     }
 
-    async fn asked(&self) -> Stream {
+    async fn asked(&self) -> Opened {
         let mut stream = self.stream().await.unwrap();
         ask(&mut stream).await.unwrap();
         stream
@@ -95,11 +96,10 @@ impl Rig {
 /// Answers every stream with what comes in it.
 async fn echo(mut accepted: Accepted) {
     while let Some(Ok(incoming)) = poll_fn(|cx| accepted.poll_next(cx)).await {
-        let Ok(Established { mut send, mut recv, count }) = incoming.accept(None) else { continue };
+        let Ok(Established { stream, count }) = incoming.accept(None) else { continue };
         spawn_local(async move {
-            while let Some(Ok(bytes)) = recv.data().await {
-                let _ = recv.flow_control().release_capacity(bytes.len());
-                if send.send_data(bytes, false).is_err() {
+            while let Some(Ok(bytes)) = stream.hear().await {
+                if stream.send(&bytes, false).is_err() {
                     return;
                 }
             }
@@ -108,17 +108,17 @@ async fn echo(mut accepted: Accepted) {
     }
 }
 
-async fn ask(stream: &mut Stream) -> Result<(), h2::Error> {
-    stream.send.send_data(Bytes::from_static(b"hello"), false)?;
-    let answer = timeout(SOON, stream.recv.data()).await.expect("an answer or an end");
-    answer.unwrap_or_else(|| Err(h2::Reason::NO_ERROR.into())).map(|bytes| assert_eq!(bytes, "hello"))
+async fn ask(opened: &mut Opened) -> Result<(), Broken> {
+    opened.stream.send(b"hello", false)?;
+    let answer = timeout(SOON, opened.stream.hear()).await.expect("an answer or an end");
+    answer.expect("no end in order").map(|bytes| assert_eq!(bytes, b"hello"))
 }
 
 /// The end of a stream, and why its tunnel ended as our own side sees it.
-async fn ended(stream: &mut Stream) -> Option<Ended> {
-    let end = timeout(SOON, stream.recv.data()).await.expect("the stream ends");
+async fn ended(opened: &mut Opened) -> Option<Ended> {
+    let end = timeout(SOON, opened.stream.hear()).await.expect("the stream ends");
     assert!(!matches!(end, Some(Ok(_))), "{end:?}");
-    stream.count.tunnel_ended()
+    opened.count.tunnel_ended()
 }
 
 fn never(_: &Identity) -> bool {
@@ -200,7 +200,7 @@ async fn new_streams_go_on_a_new_tunnel_once_the_certificates_should_have_been_r
             assert_eq!(tunnel.room(&settings, at(minutes)) > 0, fresh, "{minutes} minutes");
             assert_eq!(tunnel.is_over(at(minutes)), !fresh, "{minutes} minutes");
         }
-        let stream = tunnel.stream(Request::connect("10.0.0.1:80").body(()).unwrap(), &settings).await.unwrap();
+        let stream = tunnel.stream(Request::connect("10.0.0.1:80", HeaderMap::new()), &settings).await.unwrap();
         assert!(!tunnel.is_over(at(43)), "it is kept while a stream runs on it");
         drop(stream);
         assert!(tunnel.is_over(at(43)));

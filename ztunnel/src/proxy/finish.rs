@@ -8,7 +8,7 @@ use super::guard;
 use super::relay::{Cut, Meter, Moved, Relay, Side};
 use crate::hbone::StreamCount;
 use crate::telemetry::flow::{self, CloseReason, Direction, Failure, How, Outcome, ResponseFlag};
-use crate::telemetry::{Closing, Connection};
+use crate::telemetry::{Closing, Connection, LiveConnection};
 
 /// Carries a connection to its end, by its relay or by order, and keeps `kept` until then. `tunnel`: its place there.
 #[expect(
@@ -24,7 +24,7 @@ pub fn carry<K>(
     async move {
         let outcome = poll_fn(|cx| match connection.poll_close_ordered(cx) {
             Poll::Ready(closing) => Poll::Ready(ordered(closing)),
-            Poll::Pending => relay.poll(cx, &Count(&connection)).map(outcome),
+            Poll::Pending => relay.poll(cx).map(outcome),
         })
         .await;
         drop(relay);
@@ -54,8 +54,7 @@ pub fn carry_both<K>(
             if let Poll::Ready(closing) = inbound.poll_close_ordered(cx) {
                 return Poll::Ready((Outcome::reset(flow::Side::Server), ordered(closing)));
             }
-            let both = Both(Count(&outbound), Count(&inbound));
-            relay.poll(cx, &both).map(outcome).map(|outcome| (outcome.clone(), outcome))
+            relay.poll(cx).map(outcome).map(|outcome| (outcome.clone(), outcome))
         })
         .await;
         drop(relay);
@@ -76,9 +75,10 @@ fn ordered(closing: &Closing) -> Outcome {
     }
 }
 
-struct Both<'a>(Count<'a>, Count<'a>);
+/// Counts a relay's bytes on two connections.
+pub struct Both(pub LiveConnection, pub LiveConnection);
 
-impl Meter for Both<'_> {
+impl Meter for Both {
     fn up(&self, bytes: u64) {
         self.0.up(bytes);
         self.1.up(bytes);
@@ -90,21 +90,18 @@ impl Meter for Both<'_> {
     }
 }
 
-/// Counts a relay's bytes on a connection.
-struct Count<'a>(&'a Connection);
-
-impl Meter for Count<'_> {
+impl Meter for LiveConnection {
     fn up(&self, bytes: u64) {
-        match self.0.flow().direction {
-            Direction::Outbound => self.0.sent(bytes),
-            Direction::Inbound => self.0.received(bytes),
+        match self.flow().direction {
+            Direction::Outbound => self.add_sent(bytes),
+            Direction::Inbound => self.add_received(bytes),
         }
     }
 
     fn down(&self, bytes: u64) {
-        match self.0.flow().direction {
-            Direction::Outbound => self.0.received(bytes),
-            Direction::Inbound => self.0.sent(bytes),
+        match self.flow().direction {
+            Direction::Outbound => self.add_received(bytes),
+            Direction::Inbound => self.add_sent(bytes),
         }
     }
 }

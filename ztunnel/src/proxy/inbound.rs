@@ -8,8 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use h2::RecvStream;
-use http::{Method, Request, StatusCode};
+use http::{Method, StatusCode};
 use tokio::net::TcpStream;
 
 use super::finish::carry;
@@ -19,7 +18,7 @@ use super::rejudge;
 use super::relay::{Resetting, Side, TunnelRelay};
 use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
-use crate::hbone::{self, Accepted, Baggage, Established, Incoming, TunnelError};
+use crate::hbone::{self, Accepted, Baggage, Established, Incoming, Request, TunnelError};
 use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Service, Snapshot, Workload};
 use crate::policy::{self, PolicySet};
@@ -147,9 +146,10 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming) {
         Ok((app, established)) => {
             let connection = tunnel.worker.shared.open(&tunnel.pod, flow);
             rejudge::established(&tunnel.worker.shared, &tunnel.pod, &connection, &app.judged_by);
-            let Established { send, recv, count } = established;
+            let Established { stream, count } = established;
             let half_close = tunnel.worker.shared.config.timeouts.half_close;
-            let relay = TunnelRelay::new(Resetting::new(app.socket), Side::Server, send, recv, half_close);
+            let socket = Resetting::new(app.socket);
+            let relay = TunnelRelay::new(socket, Side::Server, stream, connection.live(), half_close);
             tokio::task::spawn_local(carry(relay, connection, Some(count), (open, work)));
         }
         Err(failure) => telemetry.failed(&flow, &failure),
@@ -182,7 +182,7 @@ impl Refusal {
 
 async fn establish(
     tunnel: &Rc<Tunnel>,
-    mut incoming: Incoming,
+    incoming: Incoming,
     flow: &mut Flow,
 ) -> Result<(App, Established), Failure> {
     describe(tunnel, incoming.request(), flow);
@@ -211,12 +211,12 @@ async fn establish(
 }
 
 /// Judges a CONNECT and dials the app.
-async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) -> Result<App, Refusal> {
-    if request.method() != Method::CONNECT {
-        let text = format!("method {} instead of CONNECT", request.method());
+async fn reach(tunnel: &Tunnel, request: &Request, flow: &mut Flow) -> Result<App, Refusal> {
+    if request.method != Method::CONNECT {
+        let text = format!("method {} instead of CONNECT", request.method);
         return Err(Refusal::new(StatusCode::BAD_REQUEST, ResponseFlag::Connect, "connect", text));
     }
-    let authority = request.uri().authority().map(|a| a.as_str()).unwrap_or_default();
+    let authority = request.authority.as_str();
     let address = match hbone::Authority::parse(authority) {
         Some(hbone::Authority::Address(address)) => address,
         Some(hbone::Authority::Host(host, port)) => {
@@ -253,7 +253,7 @@ async fn reach(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) 
         Refusal { status: StatusCode::UNAUTHORIZED, failure, told }
     })?;
     // The client's own port is a hint for ours; nothing depends on it.
-    let port = hbone::read_forwarded(request.headers()).0.map_or(0, |from| from.port());
+    let port = hbone::read_forwarded(&request.headers).0.map_or(0, |from| from.port());
     let client = SocketAddr::new(tunnel.client.ip(), port);
     let socket = dial(&tunnel.worker, &tunnel.pod, client, address).await;
     let socket = socket.map_err(|failure| Refusal::of(StatusCode::SERVICE_UNAVAILABLE, failure))?;
@@ -295,15 +295,15 @@ fn replies_come_back(client: IpAddr, app: IpAddr) -> bool {
     client != app && is_somebody && client.is_ipv4() == app.is_ipv4() && !is_on_link
 }
 
-fn describe(tunnel: &Tunnel, request: &Request<RecvStream>, flow: &mut Flow) {
+fn describe(tunnel: &Tunnel, request: &Request, flow: &mut Flow) {
     let mesh = tunnel.worker.shared.mesh.load();
     let address = NetworkAddress { network: tunnel.own.place.network.clone(), address: tunnel.client.ip() };
     // A record counts only if it fits the identity that was proved.
     let workload = mesh.workload_at(&address).filter(|w| w.identity() == tunnel.identity).cloned();
-    let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(request.headers()))));
+    let claims = workload.is_none().then(|| Box::new(claims(&Baggage::read(&request.headers))));
     flow.source = Peer { workload, claims, identity: Some(tunnel.identity.clone()) };
     flow.destination = Peer::of(Some(tunnel.own.clone()), Some(tunnel.own.identity()));
-    let (_, host) = hbone::read_forwarded(request.headers());
+    let (_, host) = hbone::read_forwarded(&request.headers);
     flow.service = service_of(&mesh, &tunnel.own, host);
 }
 

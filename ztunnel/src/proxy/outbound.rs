@@ -8,11 +8,11 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::{Method, Uri};
+use http::HeaderMap;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-use super::finish::{carry, carry_both};
+use super::finish::{Both, carry, carry_both};
 use super::guard::{alert_failure, handshake_failure};
 use super::neighbour::{self, Neighbour};
 use super::relay::{PlainRelay, Resetting, Side, TunnelRelay};
@@ -21,7 +21,7 @@ use super::state::{Phase, Pod};
 use super::worker::{Counted, Worker};
 use crate::capture::sockets::redirected_from;
 use crate::discovery::Need;
-use crate::hbone::{self, Dialled, OpenError, PoolKey, Stream, StreamError, TunnelError};
+use crate::hbone::{self, Dialled, OpenError, Opened, PoolKey, Request, StreamError, TunnelError};
 use crate::identity::Identity;
 use crate::mesh::{NetworkAddress, Workload};
 use crate::random;
@@ -70,18 +70,19 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
     let kept = (upstream.busy, pod, counted, open, work);
     match upstream.link {
         Link::Plain(server) => {
-            tokio::task::spawn_local(carry(PlainRelay::new(app, server, half_close), connection, None, kept));
+            let relay = PlainRelay::new(app, server, connection.live(), half_close);
+            tokio::task::spawn_local(carry(relay, connection, None, kept));
         }
         Link::Neighbour(neighbour) => {
             let Neighbour { socket, inbound, server, kept: of_server } = *neighbour;
-            let relay = PlainRelay::new(app, socket, half_close);
+            let relay = PlainRelay::new(app, socket, Both(connection.live(), inbound.live()), half_close);
             let (from, to) = (inbound.flow().src, inbound.flow().dst);
             let at_order = move || neighbour::end_server_side(&server, from, to);
             tokio::task::spawn_local(carry_both(relay, connection, inbound, at_order, (kept, of_server)));
         }
-        Link::Tunnel(stream) => {
-            let Stream { send, recv, headers: _, count } = *stream;
-            let relay = TunnelRelay::new(app, Side::Client, send, recv, half_close);
+        Link::Tunnel(opened) => {
+            let Opened { stream, headers: _, count } = *opened;
+            let relay = TunnelRelay::new(app, Side::Client, stream, connection.live(), half_close);
             tokio::task::spawn_local(carry(relay, connection, Some(count), kept));
         }
     }
@@ -96,7 +97,7 @@ struct Upstream {
 enum Link {
     Plain(TcpStream),
     Neighbour(Box<Neighbour>),
-    Tunnel(Box<Stream>),
+    Tunnel(Box<Opened>),
 }
 
 /// What the app dialled: from the agent's map, or as iptables know it.
@@ -211,9 +212,7 @@ async fn connect(
     let workload = hop.workload.as_ref().map(|w| w.uid.clone()).unwrap_or_else(|| "".into());
     let key = PoolKey { pod: pod.uid.clone(), workload, address: tunnel, expected };
     let identity = source.identity();
-    let uri = Uri::builder().authority(authority.to_string()).build();
-    let uri = uri.map_err(|e| Failure::new(ResponseFlag::Connect, "connect", format!("authority {authority}: {e}")))?;
-    let request = || request(&uri, source, flow);
+    let request = || request(authority, source, flow);
     let dial = || async {
         let certificate = shared
             .certificates
@@ -225,16 +224,13 @@ async fn connect(
         Ok(Dialled { socket, certificate })
     };
     match worker.pool.stream(&key, request, dial).await {
-        Ok(stream) => Ok(Link::Tunnel(Box::new(stream))),
+        Ok(opened) => Ok(Link::Tunnel(Box::new(opened))),
         Err(error) => Err(not_opened(worker, error, &identity, tunnel, authority)),
     }
 }
 
-fn request(uri: &Uri, source: &Workload, flow: &Flow) -> http::Request<()> {
-    let mut request = http::Request::new(());
-    *request.method_mut() = Method::CONNECT;
-    *request.uri_mut() = uri.clone();
-    let headers = request.headers_mut();
+fn request(authority: SocketAddr, source: &Workload, flow: &Flow) -> Request {
+    let mut headers = HeaderMap::new();
     if let Some(baggage) = hbone::baggage_of(source) {
         headers.insert(hbone::BAGGAGE, baggage);
     }
@@ -245,7 +241,7 @@ fn request(uri: &Uri, source: &Workload, flow: &Flow) -> http::Request<()> {
     if let Ok(trace) = format!("00-{a:016x}{b:016x}-{c:016x}-00").parse() {
         headers.insert(hbone::TRACEPARENT, trace);
     }
-    request
+    Request::connect(&authority.to_string(), headers)
 }
 
 fn no_tunnel(to: SocketAddr, error: &io::Error) -> Failure {

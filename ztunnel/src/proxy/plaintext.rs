@@ -49,7 +49,8 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
         Ok(app) => {
             let connection = worker.shared.open(&pod, flow);
             rejudge::established(&worker.shared, &pod, &connection, &app.judged_by);
-            let relay = PlainRelay::new(client_socket, app.socket, worker.shared.config.timeouts.half_close);
+            let half_close = worker.shared.config.timeouts.half_close;
+            let relay = PlainRelay::new(client_socket, app.socket, connection.live(), half_close);
             tokio::task::spawn_local(carry(relay, connection, None, (counted, open, work)));
         }
         Err(failure) => worker.shared.telemetry.failed(&flow, &failure),

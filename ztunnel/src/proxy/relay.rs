@@ -4,22 +4,22 @@
 //! reset. A relay owns no buffer while nothing moves, and holds no more than one read on its way to a slow reader:
 //! what the reader does not take stays in the stream's window and in socket buffers.
 
-use std::collections::VecDeque;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::Future;
-use std::io::{self, IoSlice};
+use std::io;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::{Buf, Bytes, BytesMut};
-use h2::{Reason, RecvStream, SendStream};
+use h2::Reason;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use crate::hbone::Buffer;
+use crate::hbone::{Broken, Buffer, Sink, Stream};
 
 /// Which end of a relay: the side that connected to us, or the side that we connected to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub struct Moved {
 }
 
 /// Where a relay reports what it moves while it runs.
-pub trait Meter {
+pub trait Meter: 'static {
     fn up(&self, bytes: u64);
     fn down(&self, bytes: u64);
 }
@@ -79,72 +79,99 @@ impl Side {
 /// Two sides between which bytes are moved. Dropped before its end, both sides see a reset.
 pub trait Relay {
     /// Moves what can be moved; ready when both directions have ended. Not polled again after that.
-    fn poll(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<Moved, Cut>>;
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Moved, Cut>>;
 }
 
-/// Between an app's TCP connection and a stream.
-pub struct TunnelRelay {
-    app: Resetting,
-    app_side: Side,
-    send: SendStream<Bytes>,
-    recv: RecvStream,
-    read_size: usize,
-    pending: VecDeque<Bytes>,
-    pending_bytes: usize,
-    recv_ended: bool,
+/// Between an app's TCP connection and a stream. Bytes from the tunnel are written to the app by the tunnel's driver as
+/// they come, and only what the app does not take at once by the relay.
+pub struct TunnelRelay<M> {
+    app: Rc<App<M>>,
+    stream: Stream,
     from_app_done: bool,
     to_app_done: bool,
-    progress: bool,
-    moved: Moved,
+    seen: (u64, u64),
+    first_fin: Option<Side>,
     silence: Silence,
 }
 
-impl TunnelRelay {
-    /// `app_side` says which side the app is; `half_close` is the silence after which a half-closed connection is ended.
-    pub fn new(
-        app: Resetting,
-        app_side: Side,
-        send: SendStream<Bytes>,
-        recv: RecvStream,
-        half_close: Duration,
-    ) -> Self {
-        Self {
-            app,
-            app_side,
-            send,
-            recv,
-            read_size: FIRST_READ,
-            pending: VecDeque::new(),
-            pending_bytes: 0,
-            recv_ended: false,
-            from_app_done: false,
-            to_app_done: false,
-            progress: false,
-            moved: Moved::default(),
-            silence: Silence::new(half_close),
+/// The app's connection, for the relay to read from, and for whoever has bytes to write to.
+struct App<M> {
+    socket: RefCell<Resetting>,
+    side: Side,
+    meter: M,
+    from: Cell<u64>,
+    to: Cell<u64>,
+}
+
+impl<M: Meter> App<M> {
+    fn count(&self, from: Side, bytes: u64) {
+        let moved = if from == self.side { &self.from } else { &self.to };
+        moved.set(moved.get() + bytes);
+        match from {
+            Side::Client => self.meter.up(bytes),
+            Side::Server => self.meter.down(bytes),
         }
     }
 }
 
-impl Relay for TunnelRelay {
-    fn poll(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<Moved, Cut>> {
-        self.progress = false;
-        match self.poll_both(cx, meter) {
+impl<M: Meter> Sink for App<M> {
+    fn put(&self, bytes: &[u8]) -> io::Result<usize> {
+        match self.socket.borrow().socket.try_write(bytes) {
+            Ok(n) => {
+                self.count(self.side.other(), n as u64);
+                Ok(n)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl<M: Meter> TunnelRelay<M> {
+    /// `app_side` says which side the app is; `half_close` is the silence after which a half-closed connection is ended.
+    pub fn new(app: Resetting, app_side: Side, stream: Stream, meter: M, half_close: Duration) -> Self {
+        let app = App { socket: app.into(), side: app_side, meter, from: Cell::new(0), to: Cell::new(0) };
+        let app = Rc::new(app);
+        stream.set_sink(app.clone());
+        Self {
+            app,
+            stream,
+            from_app_done: false,
+            to_app_done: false,
+            seen: (0, 0),
+            first_fin: None,
+            silence: Silence::new(half_close),
+        }
+    }
+
+    fn moved(&self) -> Moved {
+        let (from, to) = (self.app.from.get(), self.app.to.get());
+        let (up, down) = if self.app.side == Side::Client { (from, to) } else { (to, from) };
+        Moved { up, down, first_fin: self.first_fin }
+    }
+}
+
+impl<M: Meter> Relay for TunnelRelay<M> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Moved, Cut>> {
+        match self.poll_both(cx) {
             Poll::Ready(Ok(())) => {
                 // Orderly: the close of the socket is a FIN that has been sent already.
-                self.app.keep();
-                return Poll::Ready(Ok(self.moved));
+                self.app.socket.borrow_mut().keep();
+                return Poll::Ready(Ok(self.moved()));
             }
             Poll::Ready(Err(cut)) => {
-                self.send.send_reset(Reason::CANCEL);
+                self.stream.reset(Reason::CANCEL);
                 return Poll::Ready(Err(cut));
             }
             Poll::Pending => {}
         }
         if self.from_app_done != self.to_app_done {
-            let first = if self.from_app_done { self.app_side } else { self.app_side.other() };
-            if self.silence.poll(cx, self.progress).is_ready() {
-                self.send.send_reset(Reason::CANCEL);
+            let first = if self.from_app_done { self.app.side } else { self.app.side.other() };
+            let now = (self.app.from.get(), self.app.to.get());
+            let progress = std::mem::replace(&mut self.seen, now) != now;
+            if self.silence.poll(cx, progress).is_ready() {
+                // What the driver moved is seen only now.
+                self.stream.reset(Reason::CANCEL);
                 return Poll::Ready(Err(Cut::HalfClosed(first, self.silence.limit)));
             }
         }
@@ -152,151 +179,73 @@ impl Relay for TunnelRelay {
     }
 }
 
-impl TunnelRelay {
-    fn poll_both(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<(), Cut>> {
-        let mut pending = false;
-        if !self.to_app_done {
-            match self.poll_to_app(cx, meter) {
-                Poll::Ready(Ok(())) => {
-                    self.to_app_done = true;
-                    self.progress = true;
-                    self.moved.first_fin.get_or_insert(self.app_side.other());
-                }
-                Poll::Ready(Err(cut)) => return Poll::Ready(Err(cut)),
-                Poll::Pending => pending = true,
-            }
+impl<M: Meter> TunnelRelay<M> {
+    fn poll_both(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Cut>> {
+        if !self.to_app_done && self.poll_to_app(cx)?.is_ready() {
+            self.to_app_done = true;
+            self.first_fin.get_or_insert(self.app.side.other());
         }
-        if !self.from_app_done {
-            match self.poll_from_app(cx, meter) {
-                Poll::Ready(Ok(())) => {
-                    self.from_app_done = true;
-                    self.progress = true;
-                    self.moved.first_fin.get_or_insert(self.app_side);
-                }
-                Poll::Ready(Err(cut)) => return Poll::Ready(Err(cut)),
-                Poll::Pending => pending = true,
-            }
+        if !self.from_app_done && self.poll_from_app(cx)?.is_ready() {
+            self.from_app_done = true;
+            self.first_fin.get_or_insert(self.app.side);
         }
-        if pending { Poll::Pending } else { Poll::Ready(Ok(())) }
+        if self.to_app_done && self.from_app_done {
+            return Poll::Ready(Ok(()));
+        }
+        // Also where nothing is to be sent or received a reset must be noticed.
+        match self.stream.poll_broken(cx) {
+            Poll::Ready(broken) => Poll::Ready(Err(self.broken(broken))),
+            Poll::Pending => Poll::Pending,
+        }
     }
 
-    fn poll_from_app(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<(), Cut>> {
+    fn poll_from_app(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Cut>> {
+        let side = self.app.side;
         loop {
-            // Window is asked for only when there is something to send: an idle stream holds none of the tunnel's.
-            if self.app.socket.poll_read_ready(cx).map_err(|e| Cut::Io(self.app_side, e))?.is_pending() {
-                self.send.reserve_capacity(0);
-                if self.to_app_done {
-                    // Nobody else would notice a reset then.
-                    if let Poll::Ready(reason) = self.send.poll_reset(cx) {
-                        return Poll::Ready(Err(self.broken(reason.map_or_else(|e| e, h2::Error::from))));
-                    }
-                }
-                return Poll::Pending;
-            }
-            self.send.reserve_capacity(self.read_size);
-            if self.send.capacity() == 0 {
-                match ready!(self.send.poll_capacity(cx)) {
-                    Some(Ok(_)) => {}
-                    Some(Err(error)) => return Poll::Ready(Err(self.broken(error))),
-                    None => return Poll::Ready(Err(Cut::Reset(self.app_side.other()))),
-                }
-            }
-            let size = self.read_size.min(self.send.capacity());
-            if size == 0 {
-                continue;
-            }
-            let mut buffer = BytesMut::with_capacity(size);
-            let mut room = ReadBuf::uninit(&mut buffer.spare_capacity_mut()[..size]);
-            match Pin::new(&mut self.app.socket).poll_read(cx, &mut room) {
-                Poll::Pending => continue,
-                Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(self.app_failed(error))),
-            }
-            let n = room.filled().len();
-            // SAFETY: `poll_read` has initialised the first `n` bytes of the spare capacity.
-            unsafe { buffer.set_len(n) };
-            self.send.send_data(buffer.freeze(), n == 0).map_err(|e| self.broken(e))?;
-            if n == 0 {
+            // Room is asked for only when there is something to send.
+            let app = &mut self.app.socket.borrow_mut().socket;
+            ready!(app.poll_read_ready(cx)).map_err(|e| failed(side, e))?;
+            let room = ready!(self.stream.poll_room(cx)).map_err(|broken| self.broken(broken))?;
+            let mut buffer = Buffer::lend();
+            let mut into = ReadBuf::new(&mut buffer.room(0)[..room]);
+            ready!(Pin::new(&mut *app).poll_read(cx, &mut into)).map_err(|e| failed(side, e))?;
+            let bytes = into.filled();
+            self.app.count(side, bytes.len() as u64);
+            self.stream.send(bytes, bytes.is_empty()).map_err(|broken| self.broken(broken))?;
+            if bytes.is_empty() {
                 return Poll::Ready(Ok(()));
             }
-            self.read_size = next_read(self.read_size, n);
-            self.progress = true;
-            count(self.app_side, n as u64, meter, &mut self.moved);
         }
     }
 
-    fn poll_to_app(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<(), Cut>> {
-        loop {
-            while !self.recv_ended && self.pending.len() < GATHER && self.pending_bytes < MAX_READ {
-                match self.recv.poll_data(cx) {
-                    Poll::Ready(Some(Ok(bytes))) => {
-                        self.pending_bytes += bytes.len();
-                        if !bytes.is_empty() {
-                            self.pending.push_back(bytes);
-                        }
-                    }
-                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(self.broken(error))),
-                    Poll::Ready(None) => self.recv_ended = true,
-                    Poll::Pending => break,
-                }
-            }
-            if self.pending.is_empty() {
-                self.pending = VecDeque::new();
-                if !self.recv_ended {
-                    return Poll::Pending;
-                }
-                if self.from_app_done {
-                    // The close that follows says it too.
-                    return Poll::Ready(Ok(()));
-                }
-                return Pin::new(&mut self.app.socket).poll_shutdown(cx).map_err(|e| self.app_failed(e));
-            }
-            let mut slices = [IoSlice::new(&[]); GATHER];
-            for (slice, bytes) in slices.iter_mut().zip(&self.pending) {
-                *slice = IoSlice::new(bytes);
-            }
-            let slices = &slices[..self.pending.len()];
-            let n = match ready!(Pin::new(&mut self.app.socket).poll_write_vectored(cx, slices)) {
-                Ok(n) => n,
-                Err(error) => return Poll::Ready(Err(self.app_failed(error))),
-            };
-            self.written(n).map_err(|e| self.broken(e))?;
-            count(self.app_side.other(), n as u64, meter, &mut self.moved);
+    fn poll_to_app(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Cut>> {
+        let side = self.app.side;
+        while !self.stream.take_waiting(|bytes| self.app.put(bytes)).map_err(|e| failed(side, e))? {
+            ready!(self.app.socket.borrow().socket.poll_write_ready(cx)).map_err(|e| failed(side, e))?;
         }
-    }
-
-    /// Bytes that the app's socket took: the peer may send as many more.
-    fn written(&mut self, n: usize) -> Result<(), h2::Error> {
-        self.progress = true;
-        self.pending_bytes -= n;
-        let mut left = n;
-        while left > 0 {
-            let Some(front) = self.pending.front_mut() else { break };
-            let part = left.min(front.len());
-            front.advance(part);
-            left -= part;
-            if front.is_empty() {
-                self.pending.pop_front();
-            }
+        if !self.stream.is_at_end() {
+            return Poll::Pending;
         }
-        if self.recv_ended { Ok(()) } else { self.recv.flow_control().release_capacity(n) }
+        if self.from_app_done {
+            // The close that follows says it too.
+            return Poll::Ready(Ok(()));
+        }
+        let socket = &mut self.app.socket.borrow_mut().socket;
+        Pin::new(socket).poll_shutdown(cx).map_err(|e| failed(side, e))
     }
 
-    fn app_failed(&self, error: io::Error) -> Cut {
-        failed(self.app_side, error)
-    }
-
-    fn broken(&self, error: h2::Error) -> Cut {
-        let side = self.app_side.other();
-        match error.reason() {
-            Some(Reason::CANCEL | Reason::NO_ERROR) if error.is_reset() => Cut::Reset(side),
-            _ => Cut::Tunnel(side, error.to_string()),
+    fn broken(&self, broken: Broken) -> Cut {
+        let side = self.app.side.other();
+        match broken {
+            Broken::Reset(Reason::CANCEL | Reason::NO_ERROR) => Cut::Reset(side),
+            broken => Cut::Tunnel(side, broken.to_string()),
         }
     }
 }
 
 /// Between two TCP connections.
-pub struct PlainRelay {
+pub struct PlainRelay<M> {
+    meter: M,
     client: Resetting,
     server: Resetting,
     up: Pipe,
@@ -305,10 +254,11 @@ pub struct PlainRelay {
     silence: Silence,
 }
 
-impl PlainRelay {
+impl<M: Meter> PlainRelay<M> {
     /// `half_close` is the silence after which a half-closed connection is ended.
-    pub fn new(client: Resetting, server: TcpStream, half_close: Duration) -> Self {
+    pub fn new(client: Resetting, server: TcpStream, meter: M, half_close: Duration) -> Self {
         Self {
+            meter,
             client,
             server: Resetting::new(server),
             up: Pipe::default(),
@@ -319,9 +269,9 @@ impl PlainRelay {
     }
 }
 
-impl Relay for PlainRelay {
-    fn poll(&mut self, cx: &mut Context<'_>, meter: &impl Meter) -> Poll<Result<Moved, Cut>> {
-        let Self { client, server, up, down, moved, silence } = self;
+impl<M: Meter> Relay for PlainRelay<M> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Moved, Cut>> {
+        let Self { meter, client, server, up, down, moved, silence } = self;
         let before = (moved.up, moved.down, up.done, down.done);
         let up_turn = up.poll(cx, &mut client.socket, &mut server.socket, Side::Client, |n| {
             moved.up += n;
@@ -422,30 +372,6 @@ fn failed(side: Side, error: io::Error) -> Cut {
     }
 }
 
-fn count(from: Side, n: u64, meter: &impl Meter, moved: &mut Moved) {
-    match from {
-        Side::Client => {
-            moved.up += n;
-            meter.up(n);
-        }
-        Side::Server => {
-            moved.down += n;
-            meter.down(n);
-        }
-    }
-}
-
-/// Reads grow while they are filled and shrink when they are not.
-fn next_read(size: usize, read: usize) -> usize {
-    if read == size {
-        (size * 4).min(MAX_READ)
-    } else if read < size / 4 {
-        (size / 2).max(FIRST_READ)
-    } else {
-        size
-    }
-}
-
 /// A socket whose close is a RST, unless the relay ended in order.
 pub struct Resetting {
     socket: TcpStream,
@@ -504,10 +430,3 @@ impl Silence {
         }
     }
 }
-
-/// First and smallest read from an app, bytes.
-const FIRST_READ: usize = 4 * 1024;
-/// Largest read from an app, and most that is taken out of a stream before the app's socket took it, bytes.
-const MAX_READ: usize = 256 * 1024;
-/// Pieces that go to the app in one call.
-const GATHER: usize = 16;

@@ -196,17 +196,6 @@ impl Telemetry {
 }
 
 impl Connection {
-    /// Bytes went from the local application to its peer. (Istio's metrics look from the client instead: they count
-    /// these as `received` outbound and as `sent` inbound.)
-    pub fn sent(&self, bytes: u64) {
-        self.live.sent.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Bytes went from the peer to the local application.
-    pub fn received(&self, bytes: u64) {
-        self.live.received.fetch_add(bytes, Ordering::Relaxed);
-    }
-
     pub fn flow(&self) -> &Flow {
         &self.live.flow
     }
@@ -264,6 +253,17 @@ impl Drop for Connection {
 impl LiveConnection {
     pub fn flow(&self) -> &Flow {
         &self.0.flow
+    }
+
+    /// Bytes went from the local application to its peer. (Istio's metrics look from the client instead: they count
+    /// these as `received` outbound and as `sent` inbound.)
+    pub fn add_sent(&self, bytes: u64) {
+        self.0.sent.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes went from the peer to the local application.
+    pub fn add_received(&self, bytes: u64) {
+        self.0.received.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Bytes so far from the local application to its peer.

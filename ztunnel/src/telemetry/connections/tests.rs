@@ -173,8 +173,8 @@ fn received_counts_client_to_server_at_both_reporters() {
         let connection = telemetry.open(hbone(direction));
         // The client sends 70 bytes, the server 500.
         let (of_local_app, of_peer) = if direction == Direction::Outbound { (70, 500) } else { (500, 70) };
-        connection.sent(of_local_app);
-        connection.received(of_peer);
+        connection.live().add_sent(of_local_app);
+        connection.live().add_received(of_peer);
         // Counts are seen while the connection lives, and not twice when it ends.
         for _ in 0..2 {
             let received = samples(&metrics, "istio_tcp_received_bytes_total");
@@ -246,7 +246,7 @@ fn connections_of_many_threads_are_all_counted() {
             scope.spawn(|| {
                 for i in 0..500u64 {
                     let connection = telemetry.open(hbone(Direction::Outbound));
-                    connection.sent(i);
+                    connection.live().add_sent(i);
                     connection.finish(&Outcome::reset(Side::Server));
                 }
             });
@@ -278,8 +278,8 @@ fn without_duration(line: &str) -> String {
 fn a_completed_connection_has_one_line_with_all_that_matters() {
     let lines = access_lines("info", |telemetry| {
         let connection = telemetry.open(hbone(Direction::Outbound));
-        connection.sent(70);
-        connection.received(500);
+        connection.live().add_sent(70);
+        connection.live().add_received(500);
         connection.finish(&Outcome::orderly(Side::Server));
     });
     assert_eq!(lines.len(), 1);

@@ -1,0 +1,861 @@
+//! The HTTP/2 of a tunnel (RFC 9113): a closed subset that carries CONNECT and nothing else, without input or output of
+//! its own. Bytes that came are given to [`Connection::read`], and reach the streams' readers in [`Connection::deliver`];
+//! what is to be sent on account of that stands in [`Connection::out`]. DATA of ours is written by the streams
+//! themselves.
+//!
+//! Must never let a stalled stream cost the others anything, nor hold more for a stream than its window.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::rc::Rc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use h2::Reason;
+
+use super::buffers::{BUFFER_SIZE, Buffer};
+use super::fields::{self, Malformed, Request, Response};
+use super::frame::{self, Fault, Frames, Reader, flag, kind, setting};
+use super::hpack::{self, Decoder};
+use super::settings::Settings;
+
+/// Where a stream's bytes go as soon as they come.
+pub trait Sink {
+    /// Takes a prefix of `bytes`; 0: nothing for now.
+    fn put(&self, bytes: &[u8]) -> io::Result<usize>;
+}
+
+/// Which end of a tunnel we are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    Client,
+    Server,
+}
+
+/// How a stream ended other than by the end of both directions.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    #[error("the peer reset the stream: {0:?}")]
+    Reset(Reason),
+    /// We reset it, for what the peer did.
+    #[error("the peer broke HTTP/2 on the stream: {0:?}")]
+    Fault(Reason),
+    /// The peer says in GOAWAY that it has not begun with it.
+    #[error("the peer left before it took the stream")]
+    NotTaken,
+    /// With the whole tunnel.
+    #[error("{0}")]
+    Tunnel(Rc<str>),
+}
+
+/// What a stream's two ends, the tunnel and its user, know of it.
+pub(super) struct State {
+    /// What the peer lets us send.
+    send_window: i64,
+    /// What the peer may still send.
+    receive_window: u32,
+    /// What the window is filled up to.
+    target: u32,
+    /// Taken by the reader, and not told to the peer yet.
+    taken: u32,
+    updated: Instant,
+    /// Came, and not taken by the reader yet.
+    waiting: VecDeque<u8>,
+    sink: Option<Rc<dyn Sink>>,
+    answer: Option<Response>,
+    answered: bool,
+    peer_ended: bool,
+    we_ended: bool,
+    broken: Option<Broken>,
+    /// The stream is on the list of those that wait for the tunnel to have room.
+    queued: bool,
+    user: Option<Waker>,
+}
+
+/// One end of a tunnel.
+pub struct Connection {
+    reader: Reader,
+    core: Core,
+}
+
+/// All but the reading of frames.
+struct Core {
+    role: Role,
+    stream_window: u32,
+    connection_window: u32,
+    max_streams: u32,
+    decoder: Decoder,
+    streams: BTreeMap<u32, Rc<RefCell<State>>>,
+    /// The newest stream that either side opened: only the client opens any.
+    newest: u32,
+    /// Requests that nobody has looked at.
+    arrived: VecDeque<(u32, Request, Rc<RefCell<State>>)>,
+    peer_window: u32,
+    peer_frame: u32,
+    peer_streams: Option<u32>,
+    send_window: i64,
+    receive_window: u32,
+    out: Vec<u8>,
+    /// Streams that wait for window of the connection or for room before the socket, in the order of their turns.
+    queue: VecDeque<u32>,
+    /// DATA of this turn, and whose it is: each part goes up to that place.
+    run: Option<Buffer>,
+    parts: Vec<(u32, usize)>,
+    /// Streams that we reset a short while ago: the peer may not know yet.
+    reset_by_us: VecDeque<u32>,
+    departure: Departure,
+    /// The peer opens no more streams, or takes none.
+    peer_left: bool,
+    first_block: bool,
+    unanswered_resets: (Option<Instant>, u32),
+    ping: Ping,
+    failed: Option<(Reason, &'static str)>,
+}
+
+/// How far we are with leaving.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Departure {
+    No,
+    /// Said so; streams that the peer opened before it heard it are still taken, until it has answered this ping.
+    Announced,
+    /// The peer knows which stream is the last.
+    Final,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ping {
+    None,
+    Sent,
+}
+
+impl Connection {
+    pub fn new(role: Role, settings: &Settings) -> Self {
+        let mut core = Core {
+            role,
+            stream_window: settings.stream_window,
+            connection_window: settings.connection_window.max(DEFAULT_WINDOW),
+            max_streams: settings.max_streams,
+            decoder: Decoder::default(),
+            streams: BTreeMap::new(),
+            newest: 0,
+            arrived: VecDeque::new(),
+            peer_window: DEFAULT_WINDOW,
+            peer_frame: DEFAULT_FRAME,
+            peer_streams: None,
+            send_window: i64::from(DEFAULT_WINDOW),
+            receive_window: settings.connection_window.max(DEFAULT_WINDOW),
+            out: Vec::new(),
+            queue: VecDeque::new(),
+            run: None,
+            parts: Vec::new(),
+            reset_by_us: VecDeque::new(),
+            departure: Departure::No,
+            peer_left: false,
+            first_block: true,
+            unanswered_resets: (None, 0),
+            ping: Ping::None,
+            failed: None,
+        };
+        core.greet(settings);
+        Self { reader: Reader::new(role == Role::Server, settings.frame_size), core }
+    }
+
+    /// Takes bytes from the peer. After a fault the connection is [`Connection::failed`], and what comes is passed over.
+    pub fn read(&mut self, bytes: &[u8]) {
+        if self.core.failed.is_some() {
+            return;
+        }
+        if let Err(fault) = self.reader.read(bytes, &mut self.core) {
+            // A stream's fault is settled where it is found.
+            let (reason, what) = match fault {
+                Fault::Connection(reason, what) => (reason, what),
+                Fault::Stream(_, reason) => (reason, "a stream's fault"),
+            };
+            self.core.fail(reason, what);
+        }
+    }
+
+    /// Gives what came to the streams' readers. To be called after the bytes of a turn were read.
+    pub fn deliver(&mut self) {
+        self.core.deliver();
+    }
+
+    /// What is to be sent: taken from the front by whoever sends.
+    pub fn out(&mut self) -> &mut Vec<u8> {
+        &mut self.core.out
+    }
+
+    /// What the peer did that the connection cannot go on.
+    pub fn failed(&self) -> Option<(Reason, &'static str)> {
+        self.core.failed
+    }
+
+    /// More to be sent than a peer that reads would leave.
+    pub fn check_unsent(&mut self) {
+        if self.core.out.len() > MAX_UNSENT {
+            self.core.fail(Reason::ENHANCE_YOUR_CALM, "the peer asks for answers and does not read them");
+        }
+    }
+
+    /// The next request that came, and its stream's number.
+    pub(super) fn next_request(&mut self) -> Option<(u32, Request, Rc<RefCell<State>>)> {
+        self.core.arrived.pop_front()
+    }
+
+    /// Opens a stream with a CONNECT.
+    pub(super) fn open(&mut self, request: &Request) -> Option<(u32, Rc<RefCell<State>>)> {
+        let core = &mut self.core;
+        let id = if core.newest == 0 { 1 } else { core.newest + 2 };
+        if core.peer_left || core.failed.is_some() || id > LAST_STREAM {
+            return None;
+        }
+        core.newest = id;
+        let state = core.add(id);
+        core.write_block(id, false, |block| request.write(block));
+        Some((id, state))
+    }
+
+    /// Answers a request; `end`: nothing follows.
+    pub(super) fn answer(&mut self, id: u32, response: &Response, end: bool) {
+        let core = &mut self.core;
+        let Some(state) = core.streams.get(&id).cloned() else { return };
+        core.write_block(id, end, |block| response.write(block));
+        let mut state = state.borrow_mut();
+        state.answered = true;
+        if end {
+            state.we_ended = true;
+            if !state.peer_ended {
+                // A whole answer: the rest of the request is not wanted (RFC 9113 §8.1).
+                drop(state);
+                core.reset(id, Reason::NO_ERROR);
+                return;
+            }
+            drop(state);
+            core.remove(id);
+        }
+    }
+
+    /// Resets a stream, if there is something to reset.
+    pub(super) fn reset(&mut self, id: u32, reason: Reason) {
+        if self.core.streams.contains_key(&id) {
+            self.core.reset(id, reason);
+        }
+    }
+
+    /// How many bytes a stream may send now, apart from its own window; it is queued if there is no room.
+    pub(super) fn room(&mut self, id: u32, state: &mut State, in_outbox: usize) -> usize {
+        let core = &mut self.core;
+        let tunnel = usize::try_from(core.send_window).unwrap_or(0).min(in_outbox);
+        if tunnel == 0 && !state.queued {
+            state.queued = true;
+            core.queue.push_back(id);
+        }
+        tunnel.min(usize::try_from(state.send_window).unwrap_or(0))
+    }
+
+    /// Bytes that fit into one DATA frame.
+    pub(super) fn frame_size(&self) -> usize {
+        self.core.peer_frame.min(MAX_OWN_FRAME) as usize
+    }
+
+    /// Counts DATA that a stream sends.
+    pub(super) fn sent(&mut self, state: &mut State, bytes: usize) {
+        self.core.send_window -= bytes as i64;
+        state.send_window -= bytes as i64;
+    }
+
+    /// Notes that a stream of ours has ended its direction.
+    pub(super) fn end_sent(&mut self, id: u32, state: &mut State) {
+        state.we_ended = true;
+        if state.peer_ended {
+            self.core.remove(id);
+        }
+    }
+
+    /// Counts what a reader took later than it came.
+    pub(super) fn taken(&mut self, id: u32, state: &mut State, bytes: usize) {
+        self.core.taken(id, state, bytes);
+    }
+
+    /// Gives streams that wait for room their turn, as many as there is room for.
+    pub fn grant(&mut self, in_outbox: usize) {
+        let core = &mut self.core;
+        let room = usize::try_from(core.send_window).unwrap_or(0).min(in_outbox);
+        for _ in 0..room.div_ceil(TURN) {
+            let Some(id) = core.queue.pop_front() else { return };
+            if let Some(state) = core.streams.get(&id) {
+                let mut state = state.borrow_mut();
+                state.queued = false;
+                state.wake();
+            }
+        }
+    }
+
+    /// Streams that are open.
+    pub fn streams(&self) -> usize {
+        self.core.streams.len()
+    }
+
+    /// Streams that the peer lets us have open at once; nothing before it has said so.
+    pub fn peer_streams(&self) -> Option<u32> {
+        self.core.peer_streams
+    }
+
+    /// Whether the peer takes no new streams.
+    pub fn peer_left(&self) -> bool {
+        self.core.peer_left
+    }
+
+    /// Tells the peer that no new streams are taken, or opened.
+    pub fn leave(&mut self) {
+        let core = &mut self.core;
+        match (core.role, core.departure) {
+            (Role::Client, Departure::No) => {
+                core.departure = Departure::Final;
+                core.go_away(0, Reason::NO_ERROR);
+            }
+            (Role::Server, Departure::No) => {
+                core.departure = Departure::Announced;
+                core.go_away(LAST_STREAM, Reason::NO_ERROR);
+                frame::write(&mut core.out, kind::PING, 0, 0, &LEAVING);
+            }
+            _ => {}
+        }
+    }
+
+    /// Left, and nothing is under way any more.
+    pub fn is_done(&self) -> bool {
+        let core = &self.core;
+        let leaves = core.departure == Departure::Final || (core.role == Role::Server && core.peer_left);
+        leaves && core.streams.is_empty() && core.arrived.is_empty()
+    }
+
+    /// Asks the peer for a sign of life; only one question is under way at a time.
+    pub fn ping(&mut self) {
+        if self.core.ping == Ping::None {
+            self.core.ping = Ping::Sent;
+            frame::write(&mut self.core.out, kind::PING, 0, 0, &ALIVE);
+        }
+    }
+
+    /// The tunnel is over, with all its streams.
+    pub fn end(&mut self, why: &str) {
+        let why: Rc<str> = why.into();
+        self.core.arrived.clear();
+        for state in std::mem::take(&mut self.core.streams).into_values() {
+            state.borrow_mut().break_off(Broken::Tunnel(why.clone()));
+        }
+    }
+}
+
+impl State {
+    pub(super) fn broken(&self) -> Option<&Broken> {
+        self.broken.as_ref()
+    }
+
+    /// Both directions have ended, or the stream has been reset.
+    pub(super) fn is_over(&self) -> bool {
+        self.broken.is_some() || (self.peer_ended && self.we_ended)
+    }
+
+    pub(super) fn peer_ended(&self) -> bool {
+        self.peer_ended
+    }
+
+    pub(super) fn we_ended(&self) -> bool {
+        self.we_ended
+    }
+
+    pub(super) fn take_answer(&mut self) -> Option<Response> {
+        self.answer.take()
+    }
+
+    /// What came before there was a reader, or faster than it read.
+    pub(super) fn waiting(&mut self) -> &mut VecDeque<u8> {
+        &mut self.waiting
+    }
+
+    pub(super) fn set_sink(&mut self, sink: Option<Rc<dyn Sink>>) {
+        self.sink = sink;
+    }
+
+    /// Who is woken when there is news.
+    pub(super) fn set_user(&mut self, waker: &Waker) {
+        if self.user.as_ref().is_none_or(|known| !known.will_wake(waker)) {
+            self.user = Some(waker.clone());
+        }
+    }
+
+    fn wake(&mut self) {
+        if let Some(user) = &self.user {
+            user.wake_by_ref();
+        }
+    }
+
+    fn break_off(&mut self, how: Broken) {
+        self.broken.get_or_insert(how);
+        self.wake();
+    }
+}
+
+impl Core {
+    /// The preface of a client, our settings, and a connection window that never limits.
+    fn greet(&mut self, settings: &Settings) {
+        let mut payload = Vec::with_capacity(5 * 6);
+        let mut add = |name: u16, value: u32| {
+            payload.extend_from_slice(&name.to_be_bytes());
+            payload.extend_from_slice(&value.to_be_bytes());
+        };
+        match self.role {
+            Role::Client => {
+                self.out.extend_from_slice(frame::PREFACE);
+                add(setting::ENABLE_PUSH, 0);
+            }
+            Role::Server => add(setting::MAX_CONCURRENT_STREAMS, self.max_streams),
+        }
+        add(setting::INITIAL_WINDOW_SIZE, self.stream_window);
+        add(setting::MAX_FRAME_SIZE, settings.frame_size);
+        add(setting::MAX_HEADER_LIST_SIZE, fields::MAX_LIST as u32);
+        frame::write(&mut self.out, kind::SETTINGS, 0, 0, &payload);
+        if let Some(more) = self.connection_window.checked_sub(DEFAULT_WINDOW).filter(|more| *more > 0) {
+            frame::write(&mut self.out, kind::WINDOW_UPDATE, 0, 0, &more.to_be_bytes());
+        }
+    }
+
+    fn add(&mut self, id: u32) -> Rc<RefCell<State>> {
+        let window = self.stream_window;
+        let state = Rc::new(RefCell::new(State {
+            send_window: i64::from(self.peer_window),
+            receive_window: window,
+            target: window,
+            taken: 0,
+            updated: Instant::now(),
+            waiting: VecDeque::new(),
+            sink: None,
+            answer: None,
+            answered: false,
+            peer_ended: false,
+            we_ended: false,
+            broken: None,
+            queued: false,
+            user: None,
+        }));
+        self.streams.insert(id, state.clone());
+        state
+    }
+
+    fn remove(&mut self, id: u32) {
+        self.streams.remove(&id);
+    }
+
+    fn fail(&mut self, reason: Reason, what: &'static str) {
+        if self.failed.is_none() {
+            self.failed = Some((reason, what));
+            let last = if self.role == Role::Server { self.newest } else { 0 };
+            self.go_away(last, reason);
+        }
+    }
+
+    fn go_away(&mut self, last: u32, reason: Reason) {
+        let mut payload = [0; 8];
+        payload[..4].copy_from_slice(&last.to_be_bytes());
+        payload[4..].copy_from_slice(&u32::from(reason).to_be_bytes());
+        frame::write(&mut self.out, kind::GOAWAY, 0, 0, &payload);
+    }
+
+    /// Resets a stream that is open; its user is not told.
+    fn reset(&mut self, id: u32, reason: Reason) {
+        self.remove(id);
+        frame::write(&mut self.out, kind::RST_STREAM, 0, id, &u32::from(reason).to_be_bytes());
+        if self.reset_by_us.len() == REMEMBERED {
+            self.reset_by_us.pop_front();
+        }
+        self.reset_by_us.push_back(id);
+    }
+
+    /// A header block of ours in one HEADERS frame, or more where the peer takes no such large ones.
+    fn write_block(&mut self, id: u32, end: bool, write: impl FnOnce(&mut Vec<u8>)) {
+        let mut block = Vec::with_capacity(FIRST_BLOCK);
+        if std::mem::take(&mut self.first_block) {
+            hpack::write_no_table(&mut block);
+        }
+        write(&mut block);
+        let end = if end { flag::END_STREAM } else { 0 };
+        let mut parts = block.chunks(self.peer_frame as usize).peekable();
+        let mut is_first = true;
+        while let Some(part) = parts.next() {
+            let kind = if is_first { kind::HEADERS } else { kind::CONTINUATION };
+            let last = if parts.peek().is_none() { flag::END_HEADERS } else { 0 };
+            let end = if is_first { end } else { 0 };
+            frame::write(&mut self.out, kind, end | last, id, part);
+            is_first = false;
+        }
+    }
+
+    /// Whether nobody has opened that stream yet.
+    fn is_idle(&self, id: u32) -> bool {
+        id.is_multiple_of(2) || id > self.newest
+    }
+
+    fn deliver(&mut self) {
+        let Some(run) = self.run.take() else { return };
+        let mut start = 0;
+        for (id, end) in std::mem::take(&mut self.parts) {
+            let bytes = &run.filled()[start..end];
+            start = end;
+            // What comes for a stream that we have given up is not read by anybody.
+            let Some(state) = self.streams.get(&id).cloned() else { continue };
+            let state = &mut *state.borrow_mut();
+            let mut put = 0;
+            if let Some(sink) = state.sink.as_ref().filter(|_| state.waiting.is_empty()) {
+                while put < bytes.len() {
+                    match sink.put(&bytes[put..]) {
+                        Ok(0) => break,
+                        Ok(n) => put += n,
+                        // Its user finds out the same.
+                        Err(_) => break,
+                    }
+                }
+            }
+            if put < bytes.len() {
+                state.waiting.extend(&bytes[put..]);
+                state.wake();
+            }
+            self.taken(id, state, put);
+        }
+    }
+
+    /// The reader took so many bytes: once it is worth a frame the peer is told.
+    fn taken(&mut self, id: u32, state: &mut State, bytes: usize) {
+        state.taken += bytes as u32;
+        if state.peer_ended || state.broken.is_some() || state.taken < state.target / 2 {
+            return;
+        }
+        let now = Instant::now();
+        let is_fast = now.duration_since(state.updated) < FAST && state.waiting.is_empty();
+        state.updated = now;
+        let most = self.stream_window.saturating_mul(GROWTH).min(MAX_WINDOW);
+        if is_fast && state.target < most {
+            // The reader keeps up, so that the window is all that limits.
+            let target = state.target.saturating_mul(2).min(most);
+            state.taken += target - state.target;
+            state.target = target;
+        }
+        let more = std::mem::take(&mut state.taken);
+        state.receive_window += more;
+        if self.streams.contains_key(&id) {
+            frame::write(&mut self.out, kind::WINDOW_UPDATE, 0, id, &more.to_be_bytes());
+        }
+    }
+
+    /// A message that is no message, or a block that cannot be read.
+    fn malformed(stream: u32, malformed: Malformed) -> Fault {
+        match malformed {
+            Malformed::Block(_) => Fault::Connection(Reason::COMPRESSION_ERROR, "a header block that cannot be read"),
+            Malformed::Message => Fault::Stream(stream, Reason::PROTOCOL_ERROR),
+            Malformed::TooLarge => Fault::Stream(stream, Reason::ENHANCE_YOUR_CALM),
+        }
+    }
+
+    fn peer_ends(&mut self, id: u32, state: &mut State) {
+        state.peer_ended = true;
+        state.wake();
+        if state.we_ended {
+            self.remove(id);
+        }
+    }
+
+    /// HEADERS on a stream that is open: an answer, or trailers.
+    fn more_headers(
+        &mut self,
+        id: u32,
+        state: &Rc<RefCell<State>>,
+        block: &[u8],
+        end_stream: bool,
+    ) -> Result<(), Fault> {
+        let state = &mut *state.borrow_mut();
+        if state.peer_ended {
+            let _ = fields::pass_over(&mut self.decoder, block);
+            return Err(Fault::Stream(id, Reason::STREAM_CLOSED));
+        }
+        if self.role == Role::Client && !state.answered {
+            let response = Response::read(&mut self.decoder, block).map_err(|m| Self::malformed(id, m))?;
+            if response.status.is_informational() {
+                return if end_stream { Err(Fault::Stream(id, Reason::PROTOCOL_ERROR)) } else { Ok(()) };
+            }
+            state.answered = true;
+            state.answer = Some(response);
+            state.wake();
+        } else {
+            fields::read_trailers(&mut self.decoder, block).map_err(|m| Self::malformed(id, m))?;
+            if !end_stream {
+                return Err(Fault::Stream(id, Reason::PROTOCOL_ERROR));
+            }
+        }
+        if end_stream {
+            self.peer_ends(id, state);
+        }
+        Ok(())
+    }
+
+    fn new_request(&mut self, id: u32, block: &[u8], end_stream: bool) -> Result<(), Fault> {
+        if id.is_multiple_of(2) {
+            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a stream with an even number"));
+        }
+        self.newest = id;
+        let request = Request::read(&mut self.decoder, block);
+        if self.departure == Departure::Final {
+            return Err(Fault::Stream(id, Reason::REFUSED_STREAM));
+        }
+        let request = request.map_err(|m| Self::malformed(id, m))?;
+        if self.streams.len() >= self.max_streams as usize {
+            return Err(Fault::Stream(id, Reason::REFUSED_STREAM));
+        }
+        let state = self.add(id);
+        state.borrow_mut().peer_ended = end_stream;
+        self.arrived.push_back((id, request, state));
+        Ok(())
+    }
+
+    /// A peer that opens streams and resets them before they are answered makes us work for nothing.
+    fn count_unanswered(&mut self) -> Result<(), Fault> {
+        let now = Instant::now();
+        let (since, count) = &mut self.unanswered_resets;
+        if since.is_none_or(|since| now.duration_since(since) > RESET_PERIOD) {
+            (*since, *count) = (Some(now), 0);
+        }
+        *count += 1;
+        if *count > MAX_UNANSWERED_RESETS {
+            return Err(Fault::Connection(Reason::ENHANCE_YOUR_CALM, "streams are opened only to be reset"));
+        }
+        Ok(())
+    }
+}
+
+impl Frames for Core {
+    fn data_begins(&mut self, id: u32, counted: u32) -> Result<(), Fault> {
+        // Also what nobody reads counts, or the two sides would differ.
+        let Some(left) = self.receive_window.checked_sub(counted) else {
+            return Err(Fault::Connection(Reason::FLOW_CONTROL_ERROR, "more DATA than the connection's window"));
+        };
+        self.receive_window = left;
+        if left < self.connection_window / 2 {
+            let more = self.connection_window - left;
+            self.receive_window = self.connection_window;
+            frame::write(&mut self.out, kind::WINDOW_UPDATE, 0, 0, &more.to_be_bytes());
+        }
+        let Some(state) = self.streams.get(&id) else {
+            if self.is_idle(id) {
+                return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "DATA on a stream that is not open"));
+            }
+            if self.reset_by_us.contains(&id) {
+                return Ok(());
+            }
+            return Err(Fault::Stream(id, Reason::STREAM_CLOSED));
+        };
+        let mut state = state.borrow_mut();
+        if state.peer_ended {
+            return Err(Fault::Stream(id, Reason::STREAM_CLOSED));
+        }
+        if self.role == Role::Client && !state.answered {
+            return Err(Fault::Stream(id, Reason::PROTOCOL_ERROR));
+        }
+        match state.receive_window.checked_sub(counted) {
+            Some(left) => {
+                state.receive_window = left;
+                Ok(())
+            }
+            None => Err(Fault::Stream(id, Reason::FLOW_CONTROL_ERROR)),
+        }
+    }
+
+    fn data(&mut self, id: u32, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let run = self.run.get_or_insert_with(Buffer::lend);
+            let room = run.room(0);
+            let n = bytes.len().min(room.len());
+            room[..n].copy_from_slice(&bytes[..n]);
+            run.add(n);
+            let end = run.len();
+            bytes = &bytes[n..];
+            match self.parts.last_mut().filter(|(last, _)| *last == id) {
+                Some((_, last_end)) => *last_end = end,
+                None => self.parts.push((id, end)),
+            }
+            if end == BUFFER_SIZE {
+                self.deliver();
+            }
+        }
+    }
+
+    fn data_ends(&mut self, id: u32, padding: u32, end_stream: bool) -> Result<(), Fault> {
+        if padding == 0 && !end_stream {
+            return Ok(());
+        }
+        // The end comes after the bytes.
+        self.deliver();
+        let Some(state) = self.streams.get(&id).cloned() else { return Ok(()) };
+        let state = &mut *state.borrow_mut();
+        self.taken(id, state, padding as usize);
+        if end_stream {
+            self.peer_ends(id, state);
+        }
+        Ok(())
+    }
+
+    fn headers(&mut self, id: u32, block: &[u8], end_stream: bool) -> Result<(), Fault> {
+        // Trailers come after the bytes.
+        self.deliver();
+        if let Some(state) = self.streams.get(&id).cloned() {
+            return self.more_headers(id, &state, block, end_stream);
+        }
+        if self.role == Role::Server && id > self.newest {
+            return self.new_request(id, block, end_stream);
+        }
+        if self.is_idle(id) {
+            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "HEADERS on a stream that is not open"));
+        }
+        fields::pass_over(&mut self.decoder, block).map_err(|e| Self::malformed(id, Malformed::Block(e)))?;
+        // An answer may be under way to a stream that we have given up.
+        if self.role == Role::Client || self.reset_by_us.contains(&id) {
+            return Ok(());
+        }
+        Err(Fault::Connection(Reason::STREAM_CLOSED, "HEADERS on a stream that has ended"))
+    }
+
+    fn reset(&mut self, id: u32, reason: Reason) -> Result<(), Fault> {
+        if self.is_idle(id) {
+            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "RST_STREAM on a stream that is not open"));
+        }
+        let Some(state) = self.streams.get(&id).cloned() else { return Ok(()) };
+        self.deliver();
+        self.remove(id);
+        let mut state = state.borrow_mut();
+        state.break_off(Broken::Reset(reason));
+        if self.role == Role::Server && !state.answered {
+            drop(state);
+            self.arrived.retain(|(arrived, ..)| *arrived != id);
+            return self.count_unanswered();
+        }
+        Ok(())
+    }
+
+    fn setting(&mut self, name: u16, value: u32) -> Result<(), Fault> {
+        match name {
+            setting::ENABLE_PUSH if value > 1 || (self.role == Role::Client && value != 0) => {
+                return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a setting of push that may not be"));
+            }
+            setting::MAX_CONCURRENT_STREAMS => self.peer_streams = Some(value),
+            setting::INITIAL_WINDOW_SIZE => {
+                let too_large = Fault::Connection(Reason::FLOW_CONTROL_ERROR, "a window of more than 2^31 - 1 bytes");
+                if value > MAX_WINDOW {
+                    return Err(too_large);
+                }
+                let change = i64::from(value) - i64::from(self.peer_window);
+                self.peer_window = value;
+                for state in self.streams.values() {
+                    let mut state = state.borrow_mut();
+                    state.send_window += change;
+                    if state.send_window > i64::from(MAX_WINDOW) {
+                        return Err(too_large);
+                    }
+                    state.wake();
+                }
+            }
+            setting::MAX_FRAME_SIZE => {
+                if !(DEFAULT_FRAME..1 << 24).contains(&value) {
+                    return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a frame size that may not be"));
+                }
+                self.peer_frame = value;
+            }
+            // We keep to no table at all, and our header lists are short. What is unknown means nothing.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn settings_end(&mut self) {
+        // Without a limit of its own there is none.
+        self.peer_streams.get_or_insert(u32::MAX);
+        frame::write(&mut self.out, kind::SETTINGS, flag::ACK, 0, &[]);
+    }
+
+    fn settings_acked(&mut self) {}
+
+    fn ping(&mut self, payload: [u8; 8], is_ack: bool) {
+        if !is_ack {
+            frame::write(&mut self.out, kind::PING, flag::ACK, 0, &payload);
+        } else if payload == ALIVE {
+            self.ping = Ping::None;
+        } else if payload == LEAVING && self.departure == Departure::Announced {
+            self.departure = Departure::Final;
+            self.go_away(self.newest, Reason::NO_ERROR);
+        }
+    }
+
+    fn go_away(&mut self, last: u32, _: Reason) {
+        self.peer_left = true;
+        if self.role == Role::Server {
+            return;
+        }
+        for (_, state) in self.streams.split_off(&last.saturating_add(1)) {
+            state.borrow_mut().break_off(Broken::NotTaken);
+        }
+    }
+
+    fn window(&mut self, id: u32, more: u32) -> Result<(), Fault> {
+        if id == 0 {
+            self.send_window += i64::from(more);
+            if self.send_window > i64::from(MAX_WINDOW) {
+                return Err(Fault::Connection(Reason::FLOW_CONTROL_ERROR, "the connection's window grew too large"));
+            }
+            return Ok(());
+        }
+        if self.is_idle(id) {
+            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is not open"));
+        }
+        let Some(state) = self.streams.get(&id) else { return Ok(()) };
+        let mut state = state.borrow_mut();
+        state.send_window += i64::from(more);
+        if state.send_window > i64::from(MAX_WINDOW) {
+            return Err(Fault::Stream(id, Reason::FLOW_CONTROL_ERROR));
+        }
+        state.wake();
+        Ok(())
+    }
+
+    fn stream_fault(&mut self, id: u32, reason: Reason) {
+        let state = self.streams.get(&id).cloned();
+        self.reset(id, reason);
+        self.arrived.retain(|(arrived, ..)| *arrived != id);
+        if let Some(state) = state {
+            state.borrow_mut().break_off(Broken::Fault(reason));
+        }
+    }
+}
+
+/// What a peer may send, and takes, before it is told otherwise (RFC 9113 §6.5.2).
+const DEFAULT_WINDOW: u32 = 65_535;
+const DEFAULT_FRAME: u32 = 16_384;
+const MAX_WINDOW: u32 = u32::MAX >> 1;
+const LAST_STREAM: u32 = u32::MAX >> 1;
+/// How many times its first size a stream's window may have.
+const GROWTH: u32 = 4;
+/// A reader that takes half a window in this time is held up by the window, not the other way round.
+const FAST: Duration = Duration::from_millis(100);
+/// Largest DATA frame of ours, bytes.
+const MAX_OWN_FRAME: u32 = 64 * 1024;
+/// What a stream sends in one turn while others wait, bytes.
+pub(super) const TURN: usize = 64 * 1024;
+/// Answers that wait to be sent, bytes.
+const MAX_UNSENT: usize = 64 * 1024;
+/// Streams of ours that were reset, and that frames of the peer's may still be under way for.
+const REMEMBERED: usize = 256;
+/// Streams that a peer may open and reset before they are answered, within a period.
+const MAX_UNANSWERED_RESETS: u32 = 1000;
+const RESET_PERIOD: Duration = Duration::from_secs(1);
+const FIRST_BLOCK: usize = 512;
+/// What our pings carry.
+const ALIVE: [u8; 8] = *b"us-alive";
+const LEAVING: [u8; 8] = *b"us-leave";

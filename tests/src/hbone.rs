@@ -2,7 +2,7 @@
 //! sends, and to see the exact alert or status that comes back.
 
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -255,6 +255,51 @@ impl ServerCertVerifier for AnyServer {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.signature_verification_algorithms.supported_schemes()
     }
+}
+
+/// Lets programs that know nothing of TLS speak to the HTTP/2 of a pod's tunnels: what they say to the port goes through
+/// a TLS connection of its own. Ends when dropped.
+#[derive(Debug)]
+pub struct Plaintext {
+    pub port: u16,
+    _runtime: Runtime,
+}
+
+impl Plaintext {
+    pub fn open(from: &Place, to: SocketAddr, leaf: &Leaf) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port of loopback");
+        let port = listener.local_addr().expect("its address").port();
+        listener.set_nonblocking(true).expect("make a listener non-blocking");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("start a runtime");
+        let (netns, config) = (from.netns().clone(), config(Some(leaf)));
+        runtime.spawn(async move {
+            let listener = tokio::net::TcpListener::from_std(listener).expect("take over a listener");
+            while let Ok((client, _)) = listener.accept().await {
+                let (netns, config) = (netns.clone(), config.clone());
+                let dialled = tokio::task::spawn_blocking(move || netns.run(|| TcpStream::connect(to)));
+                tokio::spawn(async move {
+                    if let Ok(Ok(server)) = dialled.await {
+                        // An end of either side is the end.
+                        let _ = relay(client, server, config).await;
+                    }
+                });
+            }
+        });
+        Self { port, _runtime: runtime }
+    }
+}
+
+async fn relay(mut client: tokio::net::TcpStream, server: TcpStream, config: Arc<ClientConfig>) -> io::Result<()> {
+    server.set_nonblocking(true)?;
+    let name = ServerName::try_from("hbone.test").expect("a name");
+    let server = tokio::net::TcpStream::from_std(server)?;
+    let mut server = TlsConnector::from(config).connect(name, server).await?;
+    tokio::io::copy_bidirectional(&mut client, &mut server).await?;
+    Ok(())
 }
 
 /// A tunnel on which a test writes HTTP/2 frames by hand.

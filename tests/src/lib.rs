@@ -78,11 +78,11 @@ pub use cluster::{
     ServiceSpec, Target, TokenKey, TokenSpec,
 };
 pub use daemon::{Daemon, LogMark, describe};
-pub use envoy::{Envoy, SidecarPorts, envoy_version};
+pub use envoy::{Envoy, SidecarPorts, envoy_version, h2spec_binary};
 pub use fake_ca::{FakeCa, Manner};
 pub use grpc::serve_grpc;
 pub use hbone::{
-    Begun, Connected, END_HEADERS, HboneClient, RawTunnel, TunnelError, connect_block, frame, frame_bytes,
+    Begun, Connected, END_HEADERS, HboneClient, Plaintext, RawTunnel, TunnelError, connect_block, frame, frame_bytes,
 };
 pub use http::Response;
 pub use mesh::{AccessLine, Mesh, MeshOptions, NodeMesh, SYSTEM_NAMESPACE, workload_of};

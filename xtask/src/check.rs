@@ -26,6 +26,7 @@ struct Step {
 pub fn run(filter: Option<&str>) -> Result<ExitCode> {
     packages::install(packages::ALL)?;
     packages::fetch_envoy()?;
+    packages::build_h2spec()?;
     preflight::check()?;
     let mut steps = Vec::new();
     if filter.is_none() {

@@ -9,7 +9,10 @@ use crate::{build, packages};
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Target {
+    /// Policies as the control plane sends them
     Policy,
+    /// A tunnel's HTTP/2, on either end
+    Http2,
 }
 
 /// Builds a target with the compiler's coverage counters, and runs it. Inputs of interest are kept for the next run.
@@ -17,6 +20,7 @@ pub fn run(target: Target, seconds: u32) -> Result<ExitCode> {
     packages::install(packages::FUZZ)?;
     let name = match target {
         Target::Policy => "policy",
+        Target::Http2 => "http2",
     };
     let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     let (sources, out) = (build::root().join("tests/fuzz"), build::root().join("target/fuzz"));

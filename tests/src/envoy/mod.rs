@@ -250,6 +250,11 @@ fn envoy_binary() -> PathBuf {
     built_in().parent().expect("a target directory").join("tools/envoy/envoy/_bin/envoy")
 }
 
+/// Where `cargo xtask setup` and `test` put h2spec.
+pub fn h2spec_binary() -> PathBuf {
+    built_in().parent().expect("a target directory").join("tools/h2spec")
+}
+
 /// What Envoy says of its version; nothing if there is no Envoy.
 pub fn envoy_version() -> Option<String> {
     let output = Command::new(envoy_binary()).arg("--version").output().ok()?;

@@ -859,3 +859,7 @@ const FIRST_BLOCK: usize = 512;
 /// What our pings carry.
 const ALIVE: [u8; 8] = *b"us-alive";
 const LEAVING: [u8; 8] = *b"us-leave";
+
+#[cfg(test)]
+#[path = "connection_tests.rs"]
+mod tests;

@@ -2,7 +2,7 @@
 //! in few records and one system call. Watches that the peer lives.
 
 use std::cell::{Cell, RefCell};
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -10,12 +10,12 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustls::AlertDescription;
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Sleep, sleep, timeout};
 
 use super::connection::{Connection, Role};
 use super::held::HeldTls;
 use super::settings::Settings;
-use super::tls::TlsSocket;
+use super::tls::{LINGER, TlsSocket};
 use super::tunnels::Proof;
 use crate::identity::{Identity, PeerError};
 
@@ -279,9 +279,10 @@ impl Wire {
         }
         connection.check_unsent();
         if let Some((reason, what)) = connection.failed() {
-            // The peer is told where the socket takes it.
-            let _ = send(cx, tls, connection);
-            let _ = tls.poll_close(cx);
+            let _ = write_out(tls, connection);
+            let tls = self.tls.clone();
+            // Streams need not wait until the peer has heard of it.
+            tokio::task::spawn_local(timeout(LINGER, poll_fn(move |cx| tls.get().poll_linger(cx))));
             return Poll::Ready(Ended::Failed(format!("the peer broke HTTP/2: {what} ({reason:?})")));
         }
         connection.grant(tls.room());
@@ -319,14 +320,10 @@ impl Wire {
         cx.waker().wake_by_ref();
         None
     }
-
-    /// Puts what is to be said before the streams' bytes.
-    pub fn write_out(&self, tls: &mut TlsSocket, connection: &mut Connection) -> io::Result<()> {
-        write_out(tls, connection)
-    }
 }
 
-fn write_out(tls: &mut TlsSocket, connection: &mut Connection) -> io::Result<()> {
+/// Puts what is to be said before the streams' bytes.
+pub(super) fn write_out(tls: &mut TlsSocket, connection: &mut Connection) -> io::Result<()> {
     let out = connection.out();
     if !out.is_empty() {
         let n = tls.write(out)?;

@@ -83,10 +83,8 @@ impl Fields {
         if name.iter().any(u8::is_ascii_uppercase) {
             return None;
         }
-        let of_connection = matches!(
-            name,
-            b"connection" | b"keep-alive" | b"proxy-connection" | b"transfer-encoding" | b"upgrade"
-        );
+        let of_connection =
+            matches!(name, b"connection" | b"keep-alive" | b"proxy-connection" | b"transfer-encoding" | b"upgrade");
         if of_connection || (name == b"te" && value != b"trailers") {
             return None;
         }

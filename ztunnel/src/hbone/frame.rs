@@ -258,10 +258,8 @@ impl Reader {
             kind::PUSH_PROMISE => return broken(Reason::PROTOCOL_ERROR, "PUSH_PROMISE, which nobody allowed"),
             _ => (How::Skipped, u32::MAX),
         };
-        let needs_stream = matches!(
-            head.kind,
-            kind::DATA | kind::HEADERS | kind::CONTINUATION | kind::PRIORITY | kind::RST_STREAM
-        );
+        let needs_stream =
+            matches!(head.kind, kind::DATA | kind::HEADERS | kind::CONTINUATION | kind::PRIORITY | kind::RST_STREAM);
         let needs_none = matches!(head.kind, kind::SETTINGS | kind::PING | kind::GOAWAY);
         if (needs_stream && head.stream == 0) || (needs_none && head.stream != 0) {
             return broken(Reason::PROTOCOL_ERROR, "a frame on the wrong stream");

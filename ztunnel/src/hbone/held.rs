@@ -6,6 +6,7 @@ use std::rc::{Rc, Weak};
 use super::tls::TlsSocket;
 
 /// A handle on a TLS socket.
+#[derive(Clone)]
 pub struct HeldTls(Rc<RefCell<TlsSocket>>);
 
 /// A handle that does not keep the socket open.

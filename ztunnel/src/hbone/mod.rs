@@ -4,6 +4,7 @@
 //! its streams and its place in the pool never move.
 
 mod buffers;
+pub mod check;
 mod client;
 mod connection;
 mod driver;

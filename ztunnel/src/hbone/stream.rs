@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use h2::Reason;
 
 use super::connection::{Broken, Sink, State, TURN};
-use super::driver::Wire;
+use super::driver::{Wire, write_out};
 use super::fields::Response;
 use super::frame::{Head, flag, kind};
 use super::tls::TlsSocket;
@@ -84,7 +84,7 @@ impl Stream {
         let Some(wire) = self.wire.upgrade() else { return Poll::Ready(Err(gone())) };
         state.set_user(cx.waker());
         let (tls, connection) = (&mut *wire.tls.get(), &mut *wire.connection.borrow_mut());
-        let is_clear = wire.write_out(tls, connection).is_ok() && connection.out().is_empty();
+        let is_clear = write_out(tls, connection).is_ok() && connection.out().is_empty();
         let room = connection.room(self.id, &mut state, if is_clear { tls.room() } else { 0 });
         if room > 0 { Poll::Ready(Ok(room.min(TURN))) } else { Poll::Pending }
     }
@@ -98,7 +98,7 @@ impl Stream {
         let wire = self.wire.upgrade().ok_or_else(gone)?;
         let (tls, connection) = (&mut *wire.tls.get(), &mut *wire.connection.borrow_mut());
         let failed = |e: io::Error| Broken::Tunnel(e.to_string().into());
-        wire.write_out(tls, connection).map_err(failed)?;
+        write_out(tls, connection).map_err(failed)?;
         while !bytes.is_empty() {
             let (part, rest) = bytes.split_at(bytes.len().min(connection.frame_size()));
             bytes = rest;
@@ -154,7 +154,11 @@ impl Drop for Stream {
 
 /// Writes what there must be room for.
 fn write(tls: &mut TlsSocket, bytes: &[u8]) -> io::Result<()> {
-    if tls.write(bytes)? < bytes.len() { Err(io::Error::other("more was sent than there was room for")) } else { Ok(()) }
+    if tls.write(bytes)? < bytes.len() {
+        Err(io::Error::other("more was sent than there was room for"))
+    } else {
+        Ok(())
+    }
 }
 
 fn gone() -> Broken {

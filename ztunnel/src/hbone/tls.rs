@@ -53,6 +53,8 @@ pub struct TlsSocket {
     handshaking: bool,
     peer_closed: bool,
     closing: bool,
+    /// Reads of what nobody wants, after the end.
+    lingered: u32,
     /// TLS cannot go on: what is left to do is to send the alert.
     failed: bool,
     /// When bytes last came from the peer: any frame is a sign of life.
@@ -129,6 +131,7 @@ impl TlsSocket {
             handshaking: true,
             peer_closed: false,
             closing: false,
+            lingered: 0,
             failed: false,
             last_heard: Instant::now(),
             alert: None,
@@ -184,26 +187,27 @@ impl TlsSocket {
         io::Error::new(io::ErrorKind::InvalidData, error)
     }
 
-    /// Tells the peer why the handshake failed, where the socket takes it at once.
+    /// Tells the peer why the handshake failed.
     async fn send_alert(&mut self) {
-        let _ = std::future::poll_fn(|cx| self.poll_send(cx)).await;
-        // The alert must not be overtaken by a RST, which unread bytes would cause at close: what the peer still
-        // sends is read until it has seen the end.
-        let _ = std::future::poll_fn(|cx| Pin::new(&mut self.socket).poll_shutdown(cx)).await;
-        let mut waste = [0; 4096];
-        let linger = async {
-            for _ in 0..LINGER_READS {
-                if self.socket.readable().await.is_err() {
-                    return;
-                }
-                match self.socket.try_read(&mut waste) {
-                    Ok(n) if n > 0 => {}
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    _ => return,
-                }
+        let _ = tokio::time::timeout(LINGER, std::future::poll_fn(|cx| self.poll_linger(cx))).await;
+    }
+
+    /// Sends the last words, and reads on until the peer has seen the end: unread bytes would at close become a RST that
+    /// overtakes them. To be given up after [`LINGER`].
+    pub fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if ready!(self.poll_close(cx)).is_err() || ready!(Pin::new(&mut self.socket).poll_shutdown(cx)).is_err() {
+            return Poll::Ready(());
+        }
+        let mut waste = [0; RECORD_SIZE];
+        while self.lingered < LINGER_READS {
+            let mut into = ReadBuf::new(&mut waste);
+            let read = ready!(Pin::new(&mut self.socket).poll_read(cx, &mut into));
+            if read.is_err() || into.filled().is_empty() {
+                break;
             }
-        };
-        let _ = tokio::time::timeout(LINGER, linger).await;
+            self.lingered += 1;
+        }
+        Poll::Ready(())
     }
 
     /// Gives all that has come, decrypted, to `take`. Ready with `false` at the end of the stream.
@@ -486,9 +490,9 @@ fn advance(
     (discard, step)
 }
 
-/// How long a refused peer may take to read the alert.
-const LINGER: std::time::Duration = std::time::Duration::from_secs(1);
-const LINGER_READS: usize = 16;
+/// How long a peer may take to read our last words.
+pub const LINGER: std::time::Duration = std::time::Duration::from_secs(1);
+const LINGER_READS: u32 = 64;
 /// Plaintext in one record, bytes: the largest that TLS allows.
 const RECORD_SIZE: usize = 16 * 1024;
 /// A record with its header and tag, and handshake messages, fit into this.

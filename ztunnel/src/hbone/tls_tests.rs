@@ -145,7 +145,8 @@ async fn bytes_are_sent_also_while_half_of_a_handshake_message_has_come() {
     let mut read = Vec::new();
     while tls.inbox.filled_mut().is_empty() {
         tls.socket.readable().await.unwrap();
-        let polled = std::future::poll_fn(|cx| Poll::Ready(tls.poll_read(cx, |bytes| read.extend_from_slice(bytes)))).await;
+        let polled =
+            std::future::poll_fn(|cx| Poll::Ready(tls.poll_read(cx, |bytes| read.extend_from_slice(bytes)))).await;
         assert!(polled.is_pending(), "{polled:?}");
     }
     assert_eq!(tls.write(b"ping").unwrap(), 4);

@@ -180,11 +180,7 @@ impl Refusal {
     }
 }
 
-async fn establish(
-    tunnel: &Rc<Tunnel>,
-    incoming: Incoming,
-    flow: &mut Flow,
-) -> Result<(App, Established), Failure> {
+async fn establish(tunnel: &Rc<Tunnel>, incoming: Incoming, flow: &mut Flow) -> Result<(App, Established), Failure> {
     describe(tunnel, incoming.request(), flow);
     let (request, abandoned) = incoming.watched();
     let reached = tokio::select! {

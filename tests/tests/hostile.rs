@@ -91,6 +91,30 @@ fn a_pod_with_too_many_connections_is_refused_more_and_others_are_not() {
     });
 }
 
+/// What a burst took is given back soon after it: buffers, connections, streams, tunnels.
+#[test]
+fn memory_falls_back_after_a_hundredfold_burst() {
+    let shop = Shop::in_mesh();
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let burst = |connections: usize| {
+        let mut held: Vec<_> = (0..connections)
+            .map(|_| {
+                let mut stream = shop.client.connect(shop.far.at(8080)).expect("connect");
+                stream.say(&[b'b'; 8 * 1024]);
+                stream
+            })
+            .collect();
+        held.iter_mut().for_each(|stream| assert_eq!(stream.hear(8 * 1024).len(), 8 * 1024));
+        shop.mesh().nodes().iter().map(|node| node.proxy.pss()).collect::<Vec<_>>()
+    };
+    let few = burst(20);
+    let many = burst(2000);
+    wait_for_within(Duration::from_secs(60), "the memory of both proxies to fall back", || {
+        let now = shop.mesh().nodes().iter().map(|node| node.proxy.pss());
+        now.zip(few.iter().zip(&many)).all(|(now, (few, many))| now < few + (many - few) / 4 + 2 * MB).then_some(())
+    });
+}
+
 /// Frames that mean nothing: answers to pings that were not sent, window for streams that are over.
 #[test]
 fn frames_without_sense_do_not_fill_the_log() {

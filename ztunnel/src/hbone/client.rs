@@ -26,7 +26,9 @@ use crate::identity::{Identity, PeerRole};
 pub enum TunnelError {
     #[error("TLS handshake: {0}")]
     Tls(#[from] TlsError),
-    #[error("TLS handshake: no answer in {0:?}")]
+    #[error("HTTP/2 handshake: {0}")]
+    H2(String),
+    #[error("TLS and HTTP/2 handshake: no answer in {0:?}")]
     Timeout(std::time::Duration),
 }
 

@@ -8,6 +8,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::ops::Range;
 use std::rc::Rc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use h2::Reason;
 use super::buffers::{BUFFER_SIZE, Buffer};
 use super::fields::{self, Malformed, Request, Response};
 use super::frame::{self, Fault, Frames, Reader, flag, kind, setting};
-use super::hpack::{self, Decoder};
+use super::hpack::{self, Decoder, HpackError};
 use super::settings::Settings;
 
 /// Where a stream's bytes go as soon as they come.
@@ -70,6 +71,8 @@ pub(super) struct State {
     broken: Option<Broken>,
     /// The stream is on the list of those that wait for the tunnel to have room.
     queued: bool,
+    /// What it may still send of its turn while others wait.
+    allowance: usize,
     user: Option<Waker>,
 }
 
@@ -99,14 +102,17 @@ struct Core {
     out: Vec<u8>,
     /// Streams that wait for window of the connection or for room before the socket, in the order of their turns.
     queue: VecDeque<u32>,
-    /// DATA of this turn, and whose it is: each part goes up to that place.
+    /// DATA of this turn, and whose it is.
     run: Option<Buffer>,
-    parts: Vec<(u32, usize)>,
+    parts: Vec<(u32, Range<usize>)>,
     /// Streams that we reset a short while ago: the peer may not know yet.
     reset_by_us: VecDeque<u32>,
     departure: Departure,
     /// The peer opens no more streams, or takes none.
     peer_left: bool,
+    peer_fault: Option<Reason>,
+    /// What SETTINGS that are being read say of windows.
+    next_window: u32,
     first_block: bool,
     unanswered_resets: (Option<Instant>, u32),
     ping: Ping,
@@ -152,6 +158,8 @@ impl Connection {
             reset_by_us: VecDeque::new(),
             departure: Departure::No,
             peer_left: false,
+            peer_fault: None,
+            next_window: DEFAULT_WINDOW,
             first_block: true,
             unanswered_resets: (None, 0),
             ping: Ping::None,
@@ -243,15 +251,23 @@ impl Connection {
         }
     }
 
-    /// How many bytes a stream may send now, apart from its own window; it is queued if there is no room.
+    /// How many bytes a stream may send now. It is queued if only the tunnel has no room for it, or if it has had its
+    /// turn and others wait.
     pub(super) fn room(&mut self, id: u32, state: &mut State, in_outbox: usize) -> usize {
         let core = &mut self.core;
-        let tunnel = usize::try_from(core.send_window).unwrap_or(0).min(in_outbox);
-        if tunnel == 0 && !state.queued {
+        let own = usize::try_from(state.send_window).unwrap_or(0);
+        if own == 0 {
+            // The peer's window update wakes it.
+            return 0;
+        }
+        let tunnel = core.tunnel_room(in_outbox);
+        let turn = if state.allowance > 0 || !core.queue.is_empty() { state.allowance } else { usize::MAX };
+        let room = own.min(tunnel).min(turn);
+        if room == 0 && !state.queued {
             state.queued = true;
             core.queue.push_back(id);
         }
-        tunnel.min(usize::try_from(state.send_window).unwrap_or(0))
+        room
     }
 
     /// Bytes that fit into one DATA frame.
@@ -263,6 +279,7 @@ impl Connection {
     pub(super) fn sent(&mut self, state: &mut State, bytes: usize) {
         self.core.send_window -= bytes as i64;
         state.send_window -= bytes as i64;
+        state.allowance = state.allowance.saturating_sub(bytes);
     }
 
     /// Notes that a stream of ours has ended its direction.
@@ -278,18 +295,35 @@ impl Connection {
         self.core.taken(id, state, bytes);
     }
 
-    /// Gives streams that wait for room their turn, as many as there is room for.
-    pub fn grant(&mut self, in_outbox: usize) {
+    /// Gives streams that wait for room their turn, as many as there is room for. Whether more could have one once these
+    /// have left theirs unused.
+    pub fn grant(&mut self, in_outbox: usize) -> bool {
         let core = &mut self.core;
-        let room = usize::try_from(core.send_window).unwrap_or(0).min(in_outbox);
-        for _ in 0..room.div_ceil(TURN) {
-            let Some(id) = core.queue.pop_front() else { return };
-            if let Some(state) = core.streams.get(&id) {
-                let mut state = state.borrow_mut();
-                state.queued = false;
+        let room = core.tunnel_room(in_outbox);
+        let mut left = room.div_ceil(TURN);
+        while left > 0 {
+            let Some(id) = core.queue.pop_front() else { return false };
+            // Gone by now.
+            let Some(state) = core.streams.get(&id) else { continue };
+            let mut state = state.borrow_mut();
+            state.queued = false;
+            if state.send_window > 0 {
+                state.allowance = TURN;
                 state.wake();
+                left -= 1;
             }
         }
+        room > 0 && !core.queue.is_empty()
+    }
+
+    /// Whether the peer has said how it wants to be spoken to.
+    pub fn is_greeted(&self) -> bool {
+        self.core.peer_streams.is_some()
+    }
+
+    /// The fault for which the peer left, if it named one.
+    pub fn peer_fault(&self) -> Option<Reason> {
+        self.core.peer_fault
     }
 
     /// Streams that are open.
@@ -327,7 +361,7 @@ impl Connection {
     /// Left, and nothing is under way any more.
     pub fn is_done(&self) -> bool {
         let core = &self.core;
-        let leaves = core.departure == Departure::Final || (core.role == Role::Server && core.peer_left);
+        let leaves = core.departure == Departure::Final || core.peer_left;
         leaves && core.streams.is_empty() && core.arrived.is_empty()
     }
 
@@ -439,6 +473,7 @@ impl Core {
             we_ended: false,
             broken: None,
             queued: false,
+            allowance: 0,
             user: None,
         }));
         self.streams.insert(id, state.clone());
@@ -493,6 +528,11 @@ impl Core {
         }
     }
 
+    /// What all streams together may send.
+    fn tunnel_room(&self, in_outbox: usize) -> usize {
+        usize::try_from(self.send_window).unwrap_or(0).min(in_outbox)
+    }
+
     /// Whether nobody has opened that stream yet.
     fn is_idle(&self, id: u32) -> bool {
         id.is_multiple_of(2) || id > self.newest
@@ -500,13 +540,23 @@ impl Core {
 
     fn deliver(&mut self) {
         let Some(run) = self.run.take() else { return };
-        let mut start = 0;
-        for (id, end) in std::mem::take(&mut self.parts) {
-            let bytes = &run.filled()[start..end];
-            start = end;
+        let mut parts = std::mem::take(&mut self.parts);
+        // Small frames of many streams by turns must not cost a system call each.
+        parts.sort_by_key(|(id, _)| *id);
+        for of_stream in parts.chunk_by(|a, b| a.0 == b.0) {
+            let id = of_stream[0].0;
             // What comes for a stream that we have given up is not read by anybody.
             let Some(state) = self.streams.get(&id).cloned() else { continue };
             let state = &mut *state.borrow_mut();
+            let gathered;
+            let bytes = match of_stream {
+                [(_, part)] => &run.filled()[part.clone()],
+                parts => {
+                    let parts: Vec<&[u8]> = parts.iter().map(|(_, part)| &run.filled()[part.clone()]).collect();
+                    gathered = parts.concat();
+                    &gathered
+                }
+            };
             let mut put = 0;
             if let Some(sink) = state.sink.as_ref().filter(|_| state.waiting.is_empty()) {
                 while put < bytes.len() {
@@ -552,6 +602,9 @@ impl Core {
     /// A message that is no message, or a block that cannot be read.
     fn malformed(stream: u32, malformed: Malformed) -> Fault {
         match malformed {
+            Malformed::Block(HpackError::TooLarge) => {
+                Fault::Connection(Reason::ENHANCE_YOUR_CALM, "a header block that says far more than is taken")
+            }
             Malformed::Block(_) => Fault::Connection(Reason::COMPRESSION_ERROR, "a header block that cannot be read"),
             Malformed::Message => Fault::Stream(stream, Reason::PROTOCOL_ERROR),
             Malformed::TooLarge => Fault::Stream(stream, Reason::ENHANCE_YOUR_CALM),
@@ -680,8 +733,8 @@ impl Frames for Core {
             let end = run.len();
             bytes = &bytes[n..];
             match self.parts.last_mut().filter(|(last, _)| *last == id) {
-                Some((_, last_end)) => *last_end = end,
-                None => self.parts.push((id, end)),
+                Some((_, part)) => part.end = end,
+                None => self.parts.push((id, end - n..end)),
             }
             if end == BUFFER_SIZE {
                 self.deliver();
@@ -747,22 +800,8 @@ impl Frames for Core {
                 return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a setting of push that may not be"));
             }
             setting::MAX_CONCURRENT_STREAMS => self.peer_streams = Some(value),
-            setting::INITIAL_WINDOW_SIZE => {
-                let too_large = Fault::Connection(Reason::FLOW_CONTROL_ERROR, "a window of more than 2^31 - 1 bytes");
-                if value > MAX_WINDOW {
-                    return Err(too_large);
-                }
-                let change = i64::from(value) - i64::from(self.peer_window);
-                self.peer_window = value;
-                for state in self.streams.values() {
-                    let mut state = state.borrow_mut();
-                    state.send_window += change;
-                    if state.send_window > i64::from(MAX_WINDOW) {
-                        return Err(too_large);
-                    }
-                    state.wake();
-                }
-            }
+            setting::INITIAL_WINDOW_SIZE if value > MAX_WINDOW => return Err(WINDOW_TOO_LARGE),
+            setting::INITIAL_WINDOW_SIZE => self.next_window = value,
             setting::MAX_FRAME_SIZE => {
                 if !(DEFAULT_FRAME..1 << 24).contains(&value) {
                     return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a frame size that may not be"));
@@ -775,10 +814,23 @@ impl Frames for Core {
         Ok(())
     }
 
-    fn settings_end(&mut self) {
+    fn settings_end(&mut self) -> Result<(), Fault> {
+        let change = i64::from(self.next_window) - i64::from(self.peer_window);
+        self.peer_window = self.next_window;
+        if change != 0 {
+            for state in self.streams.values() {
+                let mut state = state.borrow_mut();
+                state.send_window += change;
+                if state.send_window > i64::from(MAX_WINDOW) {
+                    return Err(WINDOW_TOO_LARGE);
+                }
+                state.wake();
+            }
+        }
         // Without a limit of its own there is none.
         self.peer_streams.get_or_insert(u32::MAX);
         frame::write(&mut self.out, kind::SETTINGS, flag::ACK, 0, &[]);
+        Ok(())
     }
 
     fn settings_acked(&mut self) {}
@@ -794,8 +846,11 @@ impl Frames for Core {
         }
     }
 
-    fn go_away(&mut self, last: u32, _: Reason) {
+    fn go_away(&mut self, last: u32, reason: Reason) {
         self.peer_left = true;
+        if reason != Reason::NO_ERROR {
+            self.peer_fault.get_or_insert(reason);
+        }
         if self.role == Role::Server {
             return;
         }
@@ -826,7 +881,20 @@ impl Frames for Core {
     }
 
     fn stream_fault(&mut self, id: u32, reason: Reason) {
+        if self.is_idle(id) {
+            // Nothing can be said on a stream that nobody has opened.
+            return self.fail(reason, "a fault on a stream that is not open");
+        }
         let state = self.streams.get(&id).cloned();
+        let is_unanswered = state.as_ref().is_none_or(|state| !state.borrow().answered);
+        // A peer can make us reset as well; what is refused because there are too many is no fault of that kind.
+        if self.role == Role::Server
+            && is_unanswered
+            && reason != Reason::REFUSED_STREAM
+            && let Err(Fault::Connection(reason, what)) = self.count_unanswered()
+        {
+            return self.fail(reason, what);
+        }
         self.reset(id, reason);
         self.arrived.retain(|(arrived, ..)| *arrived != id);
         if let Some(state) = state {
@@ -835,6 +903,8 @@ impl Frames for Core {
     }
 }
 
+const WINDOW_TOO_LARGE: Fault =
+    Fault::Connection(Reason::FLOW_CONTROL_ERROR, "a stream's window of more than 2^31 - 1 bytes");
 /// What a peer may send, and takes, before it is told otherwise (RFC 9113 §6.5.2).
 const DEFAULT_WINDOW: u32 = 65_535;
 const DEFAULT_FRAME: u32 = 16_384;

@@ -249,11 +249,11 @@ async fn drive(role: Role, pipe: &mut DuplexStream, plans: &[Exchange], chunk: u
             connection.answer(id, &Response { status: StatusCode::OK, headers: HeaderMap::new() }, false);
             ours.push(Ours::new(role, number, id, state, plans[number].clone()));
         }
+        connection.grant(50_000);
         let mut all_over = true;
         for stream in &mut ours {
             all_over &= stream.turn(&mut connection);
         }
-        connection.grant(50_000);
         assert_eq!(connection.failed(), None);
         let out = std::mem::take(connection.out());
         pipe.write_all(&out).await.expect("the peer reads");
@@ -261,7 +261,8 @@ async fn drive(role: Role, pipe: &mut DuplexStream, plans: &[Exchange], chunk: u
             assert_eq!(connection.streams(), 0, "nothing is left behind");
             return ours;
         }
-        if ours.iter().any(|stream| !stream.gone && !stream.state.borrow_mut().waiting().is_empty()) {
+        if !out.is_empty() || ours.iter().any(|stream| !stream.gone && !stream.state.borrow_mut().waiting().is_empty())
+        {
             // The reader takes more by and by; the peer may go on meanwhile.
             tokio::task::yield_now().await;
         } else {
@@ -519,21 +520,95 @@ fn a_client_tells_what_a_leaving_server_has_not_begun_with() {
     assert!(connection.open(&request(2)).is_none() && connection.peer_left());
 }
 
-#[test]
-fn turns_go_round_among_streams_that_wait_for_room() {
-    let mut connection = server();
-    let states: Vec<_> = (0..3).map(|n| connect(&mut connection, 2 * n + 1)).collect();
-    let mut turns = Vec::new();
-    let ask = |connection: &mut Connection, n: usize| {
-        assert_eq!(connection.room(2 * n as u32 + 1, &mut states[n].borrow_mut(), 0), 0, "no room in the outbox");
-    };
-    (0..3).for_each(|n| ask(&mut connection, n));
-    for _ in 0..6 {
-        // Room for one turn: who is first has it, finds no more and waits again.
-        connection.grant(TURN);
-        let n = states.iter().position(|state| !state.borrow().queued).expect("one was woken");
-        turns.push(n);
-        ask(&mut connection, n);
+/// Sends as much as it may, as a relay with much to send does.
+fn send_all(connection: &mut Connection, id: u32, state: &Rc<RefCell<State>>, outbox: &mut usize) -> usize {
+    let (state, mut sent) = (&mut *state.borrow_mut(), 0);
+    loop {
+        let room = connection.room(id, state, *outbox);
+        if room == 0 {
+            return sent;
+        }
+        connection.sent(state, room);
+        *outbox -= room;
+        sent += room;
     }
-    assert_eq!(turns, [0, 1, 2, 0, 1, 2]);
+}
+
+#[test]
+fn streams_that_wait_for_room_take_turns_and_those_that_cannot_use_theirs_hold_up_nobody() {
+    let mut connection = server();
+    let mut hello = Vec::new();
+    frame::write(&mut hello, kind::WINDOW_UPDATE, 0, 0, &(1u32 << 30).to_be_bytes());
+    connection.read(&hello);
+    let states: Vec<_> = (0..6).map(|n| connect(&mut connection, 2 * n + 1)).collect();
+    for state in &states {
+        state.borrow_mut().send_window = 1 << 30;
+    }
+    let mut outbox = 0;
+    for (n, state) in states.iter().enumerate() {
+        assert_eq!(send_all(&mut connection, 2 * n as u32 + 1, state, &mut outbox), 0);
+    }
+    // One has been reset meanwhile, and one has used up its own window.
+    connection.reset(1, Reason::CANCEL);
+    states[1].borrow_mut().send_window = 0;
+    let mut sent = [0; 6];
+    for _ in 0..40 {
+        // Room for three turns: whoever is woken sends all it can.
+        outbox = 3 * TURN;
+        let waiting: Vec<usize> = connection.core.queue.iter().map(|id| *id as usize / 2).filter(|n| *n > 1).collect();
+        connection.grant(outbox);
+        for n in waiting.into_iter().filter(|n| !states[*n].borrow().queued) {
+            sent[n] += send_all(&mut connection, 2 * n as u32 + 1, &states[n], &mut outbox);
+        }
+    }
+    assert_eq!(sent[..2], [0, 0]);
+    assert_eq!(sent[2..], [30 * TURN; 4], "each has had as many turns as the others");
+    // It comes back on its own when the peer gives it window.
+    let mut more = Vec::new();
+    frame::write(&mut more, kind::WINDOW_UPDATE, 0, 3, &100u32.to_be_bytes());
+    connection.read(&more);
+    assert_eq!(connection.room(3, &mut states[1].borrow_mut(), 3 * TURN), 0, "others wait");
+    connection.grant(6 * TURN);
+    assert_eq!(connection.room(3, &mut states[1].borrow_mut(), 3 * TURN), 100);
+}
+
+#[test]
+fn faults_on_streams_that_are_not_answered_end_the_connection_too() {
+    let mut connection = server();
+    let mut block = Vec::new();
+    Request::connect("10.0.0.1:80", HeaderMap::new()).write(&mut block);
+    for opened in 0..2000 {
+        let mut bytes = Vec::new();
+        let id = 2 * opened + 1;
+        frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, id, &block);
+        frame::write(&mut bytes, kind::WINDOW_UPDATE, 0, id, &[0; 4]);
+        connection.read(&bytes);
+        connection.out().clear();
+    }
+    assert_eq!(connection.failed().map(|(reason, _)| reason), Some(Reason::ENHANCE_YOUR_CALM));
+}
+
+#[test]
+fn a_block_that_names_a_long_entry_again_and_again_is_cut_short() {
+    let mut block = Vec::new();
+    hpack::write(&mut block, &"n".repeat(4000), b"v");
+    // To be put into the table.
+    block[0] = 0x40;
+    block.extend_from_slice(&[0xbe; 12_000]);
+    let mut connection = server();
+    let mut bytes = Vec::new();
+    frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, 1, &block);
+    connection.read(&bytes);
+    assert_eq!(connection.failed().map(|(reason, _)| reason), Some(Reason::ENHANCE_YOUR_CALM));
+}
+
+#[test]
+fn a_tunnel_that_the_peer_has_left_is_done_once_its_streams_are_and_says_why() {
+    let mut connection = Connection::new(Role::Client, &settings());
+    let mut bytes = Vec::new();
+    frame::write(&mut bytes, kind::SETTINGS, 0, 0, &[]);
+    frame::write(&mut bytes, kind::GOAWAY, 0, 0, &[0, 0, 0, 0, 0, 0, 0, 1]);
+    connection.read(&bytes);
+    assert!(connection.is_done());
+    assert_eq!(connection.peer_fault(), Some(Reason::PROTOCOL_ERROR));
 }

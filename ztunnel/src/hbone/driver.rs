@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant, SystemTime};
 
+use h2::Reason;
 use rustls::AlertDescription;
 use tokio::time::{Sleep, sleep, timeout};
 
@@ -275,7 +276,9 @@ impl Wire {
             return Poll::Ready(Ended::Dead(tls.last_heard().elapsed()));
         }
         if let Err(error) = send(cx, tls, connection) {
-            return Poll::Ready(Ended::Failed(format!("writing to the tunnel: {error}")));
+            // What the peer said before is the better reason.
+            let failed = || Ended::Failed(format!("writing to the tunnel: {error}"));
+            return Poll::Ready(ended.or_else(|| tls.alert().map(Ended::Alert)).unwrap_or_else(failed));
         }
         connection.check_unsent();
         if let Some((reason, what)) = connection.failed() {
@@ -285,11 +288,15 @@ impl Wire {
             tokio::task::spawn_local(timeout(LINGER, poll_fn(move |cx| tls.get().poll_linger(cx))));
             return Poll::Ready(Ended::Failed(format!("the peer broke HTTP/2: {what} ({reason:?})")));
         }
-        connection.grant(tls.room());
-        if let Some(ended) = ended {
-            return Poll::Ready(ended);
+        if connection.grant(tls.room()) {
+            cx.waker().wake_by_ref();
         }
-        if !connection.is_done() {
+        if let Some(ended) = ended {
+            let fault = connection.peer_fault().filter(|_| !matches!(ended, Ended::Alert(_)));
+            let named = |reason: Reason| Ended::Failed(format!("the peer ended it: {reason:?}"));
+            return Poll::Ready(fault.map_or(ended, named));
+        }
+        if !connection.is_done() || !connection.out().is_empty() {
             return Poll::Pending;
         }
         let since = self.closing.get().unwrap_or_else(Instant::now);

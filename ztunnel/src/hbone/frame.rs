@@ -64,7 +64,7 @@ pub trait Frames {
     fn reset(&mut self, stream: u32, reason: Reason) -> Result<(), Fault>;
     fn setting(&mut self, name: u16, value: u32) -> Result<(), Fault>;
     /// All settings of a frame have been given.
-    fn settings_end(&mut self);
+    fn settings_end(&mut self) -> Result<(), Fault>;
     fn settings_acked(&mut self);
     fn ping(&mut self, payload: [u8; 8], is_ack: bool);
     fn go_away(&mut self, last_stream: u32, reason: Reason);
@@ -344,8 +344,7 @@ impl Reader {
                 for [a, b, w, x, y, z] in settings {
                     frames.setting(u16::from_be_bytes([*a, *b]), u32::from_be_bytes([*w, *x, *y, *z]))?;
                 }
-                frames.settings_end();
-                Ok(())
+                frames.settings_end()
             }
             kind::PING => {
                 let Some(payload) = payload.first_chunk() else { return wrong_size };

@@ -24,6 +24,8 @@ pub enum HpackError {
     Huffman,
     #[error("a table size update to {0} bytes, or at the wrong place")]
     SizeUpdate(usize),
+    #[error("a header block says more than {MAX_DECODED} bytes")]
+    TooLarge,
 }
 
 /// The state of one direction of a connection.
@@ -52,11 +54,18 @@ impl Decoder {
     /// Decodes a whole block and gives each field in turn.
     pub fn decode(&mut self, mut block: &[u8], mut field: impl FnMut(&[u8], &[u8])) -> Result<(), HpackError> {
         let mut may_resize = true;
+        let mut left = MAX_DECODED;
+        let mut field = |name: &[u8], value: &[u8]| {
+            // A few bytes can name a long entry again and again.
+            left = left.checked_sub(name.len() + value.len() + ENTRY_COST).ok_or(HpackError::TooLarge)?;
+            field(name, value);
+            Ok(())
+        };
         while let Some(&first) = block.first() {
             if first & 0x80 != 0 {
                 let index = integer(&mut block, 7)?;
                 let (name, value) = self.entry(index)?;
-                field(name, value);
+                field(name, value)?;
             } else if first & 0xe0 == 0x20 {
                 let limit = integer(&mut block, 5)?;
                 if !may_resize || limit > TABLE_SIZE {
@@ -80,7 +89,7 @@ impl Decoder {
         &mut self,
         block: &mut &[u8],
         indexed: bool,
-        field: &mut impl FnMut(&[u8], &[u8]),
+        field: &mut impl FnMut(&[u8], &[u8]) -> Result<(), HpackError>,
     ) -> Result<(), HpackError> {
         let index = integer(block, if indexed { 6 } else { 4 })?;
         let mut scratch = std::mem::take(&mut self.scratch);
@@ -93,7 +102,7 @@ impl Decoder {
         let name = scratch.len();
         string(block, &mut scratch)?;
         let (name, value) = scratch.split_at(name);
-        field(name, value);
+        field(name, value)?;
         if indexed {
             self.insert(name, value);
         }
@@ -285,6 +294,8 @@ const SHORTEST: u32 = 5;
 const LONGEST: u32 = 30;
 /// The largest shift of an integer's part: values stay below 2^28 and a little.
 const MAX_SHIFT: u32 = 21;
+/// What one block may say in all, bytes: what a peer sends with 16 KiB in plain words, a few times.
+const MAX_DECODED: usize = 64 * 1024;
 /// Bytes of scratch space that are kept between blocks.
 const KEPT_SCRATCH: usize = 512;
 

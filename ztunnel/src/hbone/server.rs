@@ -1,6 +1,6 @@
 //! The receiving end of tunnels: TLS as the pod whose listener accepted, HTTP/2, and the CONNECT requests that come.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -72,7 +72,15 @@ impl Accepted {
             let load = Load::new(Some(Proof::new(certificate, PeerRole::Client, &tls)));
             tunnels.add(&load, generation);
             let wire = Wire::new(tls, Role::Server, load, settings);
-            Ok(Self { wire, watch: Watch::new(settings), peer })
+            let mut watch = Watch::new(settings);
+            // Whoever speaks TLS and says nothing more has no tunnel.
+            poll_fn(|cx| match wire.poll_turn(cx, &mut watch) {
+                Poll::Ready(ended) => Poll::Ready(Err(TunnelError::H2(ended.to_string()))),
+                Poll::Pending if wire.connection.borrow().is_greeted() => Poll::Ready(Ok(())),
+                Poll::Pending => Poll::Pending,
+            })
+            .await?;
+            Ok(Self { wire, watch, peer })
         };
         timeout(limit, both).await.map_err(|_| TunnelError::Timeout(limit))?
     }
@@ -94,9 +102,12 @@ impl Accepted {
                 return Poll::Ready(Some(Ok(incoming)));
             }
             let turn = wire.poll_turn(cx, watch);
-            if let Some(incoming) = next(wire) {
+            if let Poll::Pending = turn
+                && let Some(incoming) = next(wire)
+            {
                 return Poll::Ready(Some(Ok(incoming)));
             }
+            // Requests that came with the end have nobody to answer them.
             let ended = ready!(turn);
             wire.connection.borrow_mut().end(&ended.to_string());
             wire.load.end(ended.clone());

@@ -329,10 +329,10 @@ pub struct Timeouts {
 /// Bounds, as given. Sizes are bytes, or carry Ki, Mi or Gi.
 #[derive(Debug, Clone, Args)]
 pub struct LimitArgs {
-    /// HTTP/2: window that a stream starts with.
+    /// HTTP/2: window that a stream starts with. It grows up to four times of that while the app keeps up.
     #[arg(long, env = "HTTP2_STREAM_WINDOW_SIZE", value_name = "HTTP2_STREAM_WINDOW_SIZE", default_value = "256Ki", value_parser = size)]
     pub stream_window: Bytes,
-    /// HTTP/2: window of the whole tunnel. Default: so much that the streams' windows are the limit.
+    /// HTTP/2: window of the whole tunnel, given back as bytes come. Default: so much that the streams' windows are the limit.
     #[arg(long, env = "HTTP2_CONNECTION_WINDOW_SIZE", value_name = "HTTP2_CONNECTION_WINDOW_SIZE", value_parser = size)]
     pub connection_window: Option<Bytes>,
     /// HTTP/2: largest frame that is accepted, 16Ki to 16Mi-1.

@@ -88,6 +88,10 @@ impl Meter for Both {
         self.0.down(bytes);
         self.1.down(bytes);
     }
+
+    fn is_over(&self) -> bool {
+        self.0.is_ordered_to_end() || self.1.is_ordered_to_end()
+    }
 }
 
 impl Meter for LiveConnection {
@@ -103,6 +107,10 @@ impl Meter for LiveConnection {
             Direction::Outbound => self.add_received(bytes),
             Direction::Inbound => self.add_sent(bytes),
         }
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_ordered_to_end()
     }
 }
 

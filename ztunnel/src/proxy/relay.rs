@@ -56,6 +56,8 @@ pub struct Moved {
 pub trait Meter: 'static {
     fn up(&self, bytes: u64);
     fn down(&self, bytes: u64);
+    /// Whether the connection has been ordered to end: nothing more may reach either side.
+    fn is_over(&self) -> bool;
 }
 
 impl fmt::Display for Side {
@@ -87,6 +89,7 @@ pub trait Relay {
 pub struct TunnelRelay<M> {
     app: Rc<App<M>>,
     stream: Stream,
+    attached: bool,
     from_app_done: bool,
     to_app_done: bool,
     seen: (u64, u64),
@@ -101,6 +104,8 @@ struct App<M> {
     meter: M,
     from: Cell<u64>,
     to: Cell<u64>,
+    /// Of a write that nobody has asked about yet.
+    error: Cell<Option<io::Error>>,
 }
 
 impl<M: Meter> App<M> {
@@ -116,13 +121,20 @@ impl<M: Meter> App<M> {
 
 impl<M: Meter> Sink for App<M> {
     fn put(&self, bytes: &[u8]) -> io::Result<usize> {
+        if self.meter.is_over() {
+            return Ok(0);
+        }
         match self.socket.borrow().socket.try_write(bytes) {
             Ok(n) => {
                 self.count(self.side.other(), n as u64);
                 Ok(n)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
-            Err(error) => Err(error),
+            Err(error) => {
+                let kind = error.kind();
+                self.error.set(Some(error));
+                Err(kind.into())
+            }
         }
     }
 }
@@ -130,12 +142,18 @@ impl<M: Meter> Sink for App<M> {
 impl<M: Meter> TunnelRelay<M> {
     /// `app_side` says which side the app is; `half_close` is the silence after which a half-closed connection is ended.
     pub fn new(app: Resetting, app_side: Side, stream: Stream, meter: M, half_close: Duration) -> Self {
-        let app = App { socket: app.into(), side: app_side, meter, from: Cell::new(0), to: Cell::new(0) };
-        let app = Rc::new(app);
-        stream.set_sink(app.clone());
+        let app = App {
+            socket: app.into(),
+            side: app_side,
+            meter,
+            from: Cell::new(0),
+            to: Cell::new(0),
+            error: Cell::new(None),
+        };
         Self {
-            app,
+            app: Rc::new(app),
             stream,
+            attached: false,
             from_app_done: false,
             to_app_done: false,
             seen: (0, 0),
@@ -153,6 +171,10 @@ impl<M: Meter> TunnelRelay<M> {
 
 impl<M: Meter> Relay for TunnelRelay<M> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Moved, Cut>> {
+        // Not before whoever polls has seen that the connection may begin.
+        if !std::mem::replace(&mut self.attached, true) {
+            self.stream.set_sink(self.app.clone());
+        }
         match self.poll_both(cx) {
             Poll::Ready(Ok(())) => {
                 // Orderly: the close of the socket is a FIN that has been sent already.
@@ -220,7 +242,15 @@ impl<M: Meter> TunnelRelay<M> {
 
     fn poll_to_app(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Cut>> {
         let side = self.app.side;
-        while !self.stream.take_waiting(|bytes| self.app.put(bytes)).map_err(|e| failed(side, e))? {
+        loop {
+            let all = self.stream.take_waiting(|bytes| self.app.put(bytes));
+            // The first error says why; later ones only that it is so.
+            if let Some(error) = self.app.error.take() {
+                return Poll::Ready(Err(failed(side, error)));
+            }
+            if all.map_err(|e| failed(side, e))? {
+                break;
+            }
             ready!(self.app.socket.borrow().socket.poll_write_ready(cx)).map_err(|e| failed(side, e))?;
         }
         if !self.stream.is_at_end() {

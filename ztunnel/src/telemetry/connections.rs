@@ -276,6 +276,10 @@ impl LiveConnection {
         self.0.received.load(Ordering::Relaxed)
     }
 
+    pub fn is_ordered_to_end(&self) -> bool {
+        self.0.close.get().is_some()
+    }
+
     /// Orders the connection to end; its task does it. The first order stays.
     pub fn close(&self, reason: CloseReason) {
         self.close_as(Closing { reason, detail: None });

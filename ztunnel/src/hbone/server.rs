@@ -94,25 +94,23 @@ impl Accepted {
     /// tunnel.
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Incoming, Ended>>> {
         let Self { wire, watch, .. } = self;
-        loop {
-            if wire.load.take_draining() {
-                wire.connection.borrow_mut().leave();
-            }
-            if let Some(incoming) = next(wire) {
-                return Poll::Ready(Some(Ok(incoming)));
-            }
-            let turn = wire.poll_turn(cx, watch);
-            if let Poll::Pending = turn
-                && let Some(incoming) = next(wire)
-            {
-                return Poll::Ready(Some(Ok(incoming)));
-            }
-            // Requests that came with the end have nobody to answer them.
-            let ended = ready!(turn);
-            wire.connection.borrow_mut().end(&ended.to_string());
-            wire.load.end(ended.clone());
-            return Poll::Ready((ended != Ended::Closed).then_some(Err(ended)));
+        if wire.load.take_draining() {
+            wire.connection.borrow_mut().leave();
         }
+        if let Some(incoming) = next(wire) {
+            return Poll::Ready(Some(Ok(incoming)));
+        }
+        let turn = wire.poll_turn(cx, watch);
+        if let Poll::Pending = turn
+            && let Some(incoming) = next(wire)
+        {
+            return Poll::Ready(Some(Ok(incoming)));
+        }
+        // Requests that came with the end have nobody to answer them.
+        let ended = ready!(turn);
+        wire.connection.borrow_mut().end(&ended.to_string());
+        wire.load.end(ended.clone());
+        Poll::Ready((ended != Ended::Closed).then_some(Err(ended)))
     }
 
     /// Tells the peer to open no more streams here (GOAWAY); those that run finish.

@@ -781,7 +781,11 @@ impl Frames for Core {
         if self.is_idle(id) {
             return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "RST_STREAM on a stream that is not open"));
         }
-        let Some(state) = self.streams.get(&id).cloned() else { return Ok(()) };
+        let Some(state) = self.streams.get(&id).cloned() else {
+            // It knows now that the stream is over: nothing more may come on it.
+            self.reset_by_us.retain(|ours| *ours != id);
+            return Ok(());
+        };
         self.deliver();
         self.remove(id);
         let mut state = state.borrow_mut();

@@ -435,6 +435,12 @@ fn what_is_under_way_to_a_stream_that_we_reset_is_passed_over() {
     data(&mut connection, 1, 10_000, 0);
     data(&mut connection, 1, 10_000, flag::END_STREAM);
     assert_eq!((written(&mut connection), connection.failed()), (vec![], None));
+    // Once the peer has reset it as well, nothing can be under way any more.
+    let mut bytes = Vec::new();
+    frame::write(&mut bytes, kind::RST_STREAM, 0, 1, &[0, 0, 0, 8]);
+    connection.read(&bytes);
+    data(&mut connection, 1, 1, 0);
+    assert_eq!(written(&mut connection), [(kind::RST_STREAM, 1, Reason::STREAM_CLOSED.into())]);
 }
 
 #[test]

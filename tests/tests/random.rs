@@ -38,6 +38,13 @@ enum Ending {
 const ENDINGS: [Ending; 5] =
     [Ending::Both, Ending::ClientFirst, Ending::ServerFirst, Ending::ClientResets, Ending::ServerResets];
 
+/// When a side sends: while it receives, before, or after.
+enum Order {
+    AtOnce,
+    First,
+    Last,
+}
+
 /// What a side received: bytes, their checksum, and whether an orderly end came behind them.
 type Received = (u64, u64, bool);
 
@@ -100,6 +107,25 @@ fn send(stream: &TcpStream, bytes: u64) -> std::thread::JoinHandle<u64> {
     })
 }
 
+/// Sends and receives, in this side's order: what was received, and the checksum of what was sent.
+fn talk(stream: &mut TcpStream, bytes: u64, sends: Order) -> (Received, u64) {
+    match sends {
+        Order::AtOnce => {
+            let sending = send(stream, bytes);
+            let received = receive(stream);
+            (received, sending.join().expect("the sender"))
+        }
+        Order::First => {
+            let sum = send(stream, bytes).join().expect("the sender");
+            (receive(stream), sum)
+        }
+        Order::Last => {
+            let received = receive(stream);
+            (received, send(stream, bytes).join().expect("the sender"))
+        }
+    }
+}
+
 fn serve(mut stream: TcpStream, seen: &Mutex<HashMap<u64, (Received, u64)>>) {
     let mut head = [0; 25];
     // A reset may overtake everything.
@@ -107,20 +133,10 @@ fn serve(mut stream: TcpStream, seen: &Mutex<HashMap<u64, (Received, u64)>>) {
         return;
     }
     let plan = Plan::read(&head);
-    let (received, sum) = match plan.end {
-        Ending::Both => {
-            let sending = send(&stream, plan.down);
-            let received = receive(&mut stream);
-            (received, sending.join().expect("the sender"))
-        }
-        Ending::ClientFirst => {
-            let received = receive(&mut stream);
-            (received, send(&stream, plan.down).join().expect("the sender"))
-        }
-        Ending::ServerFirst => {
-            let sum = send(&stream, plan.down).join().expect("the sender");
-            (receive(&mut stream), sum)
-        }
+    let account = match plan.end {
+        Ending::Both => talk(&mut stream, plan.down, Order::AtOnce),
+        Ending::ClientFirst => talk(&mut stream, plan.down, Order::Last),
+        Ending::ServerFirst => talk(&mut stream, plan.down, Order::First),
         Ending::ClientResets => (receive(&mut stream), 0),
         Ending::ServerResets => {
             let _ = send_pattern(&mut stream, plan.down);
@@ -128,7 +144,7 @@ fn serve(mut stream: TcpStream, seen: &Mutex<HashMap<u64, (Received, u64)>>) {
             return;
         }
     };
-    seen.lock().expect("no panic").insert(plan.number, (received, sum));
+    seen.lock().expect("no panic").insert(plan.number, account);
 }
 
 /// One connection from the client's side; bytes that came through whole.
@@ -136,19 +152,9 @@ fn exchange(client: &Pod, to: SocketAddr, plan: Plan, seen: &Mutex<HashMap<u64, 
     let mut stream = client.connect(to).unwrap_or_else(|e| panic!("{plan:?}: connect: {e}"));
     stream.write_all(&plan.bytes()).unwrap_or_else(|e| panic!("{plan:?}: {e}"));
     let (received, sent) = match plan.end {
-        Ending::Both => {
-            let sending = send(&stream, plan.up);
-            let received = receive(&mut stream);
-            (received, sending.join().expect("the sender"))
-        }
-        Ending::ClientFirst => {
-            let sent = send(&stream, plan.up).join().expect("the sender");
-            (receive(&mut stream), sent)
-        }
-        Ending::ServerFirst => {
-            let received = receive(&mut stream);
-            (received, send(&stream, plan.up).join().expect("the sender"))
-        }
+        Ending::Both => talk(&mut stream, plan.up, Order::AtOnce),
+        Ending::ClientFirst => talk(&mut stream, plan.up, Order::First),
+        Ending::ServerFirst => talk(&mut stream, plan.up, Order::Last),
         Ending::ClientResets => {
             let _ = send_pattern(&mut stream, plan.up);
             stream.reset();

@@ -7,10 +7,11 @@ use std::rc::Rc;
 use h2::Reason;
 use http::{HeaderMap, StatusCode};
 
-use super::connection::{Connection, Role, State};
+use super::connection::{Connection, Role};
 use super::fields::{Request, Response};
 use super::frame::{self, kind};
 use super::settings::Settings;
+use super::state::State;
 
 const WINDOW: u32 = 1000;
 const STREAMS: u32 = 4;
@@ -73,12 +74,12 @@ pub fn check(bytes: &[u8]) {
 }
 
 fn use_stream(connection: &mut Connection, id: u32, state: &mut State, reads: bool) {
-    let waiting = state.waiting().len();
+    let waiting = state.waiting.len();
     assert!(waiting <= 4 * WINDOW as usize, "{waiting} bytes wait for a reader");
     let taken = if reads { waiting } else { 0 };
-    state.waiting().drain(..taken);
+    state.waiting.drain(..taken);
     connection.taken(id, state, taken);
-    if !state.is_over() && !state.we_ended() {
+    if !state.is_over() && !state.we_ended {
         let n = connection.room(id, state, 100).min(connection.frame_size());
         connection.sent(state, n);
     }

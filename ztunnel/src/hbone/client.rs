@@ -9,13 +9,14 @@ use http::{HeaderMap, StatusCode};
 use rustls::AlertDescription;
 use tokio::time::timeout;
 
-use super::connection::{Broken, Role};
+use super::connection::Role;
 use super::driver::{Ended, Load, StreamCount, Watch, Wire};
 use super::fields::Request;
 use super::headers::read_reason;
 use super::held::HeldTls;
 use super::pool::Dialled;
 use super::settings::Settings;
+use super::state::Broken;
 use super::stream::Stream;
 use super::tls::{TlsError, TlsSocket};
 use super::tunnels::{Proof, Tunnels};

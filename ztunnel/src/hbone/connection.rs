@@ -7,73 +7,26 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
-use std::io;
 use std::ops::Range;
 use std::rc::Rc;
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use h2::Reason;
 
-use super::buffers::{BUFFER_SIZE, Buffer};
-use super::fields::{self, Malformed, Request, Response};
-use super::frame::{self, Fault, Frames, Reader, flag, kind, setting};
-use super::hpack::{self, Decoder, HpackError};
+use super::buffers::Buffer;
+use super::fields::{self, Request, Response};
+use super::frame::{self, Fault, Reader, flag, kind, setting};
+use super::hpack::{self, Decoder};
 use super::settings::Settings;
+use super::state::{Broken, State};
 
-/// Where a stream's bytes go as soon as they come.
-pub trait Sink {
-    /// Takes a prefix of `bytes`; 0: nothing for now.
-    fn put(&self, bytes: &[u8]) -> io::Result<usize>;
-}
+mod incoming;
 
 /// Which end of a tunnel we are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     Client,
     Server,
-}
-
-/// How a stream ended other than by the end of both directions.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
-    #[error("the peer reset the stream: {0:?}")]
-    Reset(Reason),
-    /// We reset it, for what the peer did.
-    #[error("the peer broke HTTP/2 on the stream: {0:?}")]
-    Fault(Reason),
-    /// The peer says in GOAWAY that it has not begun with it.
-    #[error("the peer left before it took the stream")]
-    NotTaken,
-    /// With the whole tunnel.
-    #[error("{0}")]
-    Tunnel(Rc<str>),
-}
-
-/// What a stream's two ends, the tunnel and its user, know of it.
-pub(super) struct State {
-    /// What the peer lets us send.
-    send_window: i64,
-    /// What the peer may still send.
-    receive_window: u32,
-    /// What the window is filled up to.
-    target: u32,
-    /// Taken by the reader, and not told to the peer yet.
-    taken: u32,
-    updated: Instant,
-    /// Came, and not taken by the reader yet.
-    waiting: VecDeque<u8>,
-    sink: Option<Rc<dyn Sink>>,
-    answer: Option<Response>,
-    answered: bool,
-    peer_ended: bool,
-    we_ended: bool,
-    broken: Option<Broken>,
-    /// The stream is on the list of those that wait for the tunnel to have room.
-    queued: bool,
-    /// What it may still send of its turn while others wait.
-    allowance: usize,
-    user: Option<Waker>,
 }
 
 /// One end of a tunnel.
@@ -115,7 +68,8 @@ struct Core {
     next_window: u32,
     first_block: bool,
     unanswered_resets: (Option<Instant>, u32),
-    ping: Ping,
+    /// Our question for a sign of life has no answer yet.
+    asked: bool,
     failed: Option<(Reason, &'static str)>,
 }
 
@@ -127,12 +81,6 @@ enum Departure {
     Announced,
     /// The peer knows which stream is the last.
     Final,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ping {
-    None,
-    Sent,
 }
 
 impl Connection {
@@ -162,7 +110,7 @@ impl Connection {
             next_window: DEFAULT_WINDOW,
             first_block: true,
             unanswered_resets: (None, 0),
-            ping: Ping::None,
+            asked: false,
             failed: None,
         };
         core.greet(settings);
@@ -207,12 +155,12 @@ impl Connection {
     }
 
     /// The next request that came, and its stream's number.
-    pub(super) fn next_request(&mut self) -> Option<(u32, Request, Rc<RefCell<State>>)> {
+    pub fn next_request(&mut self) -> Option<(u32, Request, Rc<RefCell<State>>)> {
         self.core.arrived.pop_front()
     }
 
     /// Opens a stream with a CONNECT.
-    pub(super) fn open(&mut self, request: &Request) -> Option<(u32, Rc<RefCell<State>>)> {
+    pub fn open(&mut self, request: &Request) -> Option<(u32, Rc<RefCell<State>>)> {
         let core = &mut self.core;
         let id = if core.newest == 0 { 1 } else { core.newest + 2 };
         if core.peer_left || core.failed.is_some() || id > LAST_STREAM {
@@ -225,7 +173,7 @@ impl Connection {
     }
 
     /// Answers a request; `end`: nothing follows.
-    pub(super) fn answer(&mut self, id: u32, response: &Response, end: bool) {
+    pub fn answer(&mut self, id: u32, response: &Response, end: bool) {
         let core = &mut self.core;
         let Some(state) = core.streams.get(&id).cloned() else { return };
         core.write_block(id, end, |block| response.write(block));
@@ -245,7 +193,7 @@ impl Connection {
     }
 
     /// Resets a stream, if there is something to reset.
-    pub(super) fn reset(&mut self, id: u32, reason: Reason) {
+    pub fn reset(&mut self, id: u32, reason: Reason) {
         if self.core.streams.contains_key(&id) {
             self.core.reset(id, reason);
         }
@@ -253,7 +201,7 @@ impl Connection {
 
     /// How many bytes a stream may send now. It is queued if only the tunnel has no room for it, or if it has had its
     /// turn and others wait.
-    pub(super) fn room(&mut self, id: u32, state: &mut State, in_outbox: usize) -> usize {
+    pub fn room(&mut self, id: u32, state: &mut State, in_outbox: usize) -> usize {
         let core = &mut self.core;
         let own = usize::try_from(state.send_window).unwrap_or(0);
         if own == 0 {
@@ -271,19 +219,19 @@ impl Connection {
     }
 
     /// Bytes that fit into one DATA frame.
-    pub(super) fn frame_size(&self) -> usize {
+    pub fn frame_size(&self) -> usize {
         self.core.peer_frame.min(MAX_OWN_FRAME) as usize
     }
 
     /// Counts DATA that a stream sends.
-    pub(super) fn sent(&mut self, state: &mut State, bytes: usize) {
+    pub fn sent(&mut self, state: &mut State, bytes: usize) {
         self.core.send_window -= bytes as i64;
         state.send_window -= bytes as i64;
         state.allowance = state.allowance.saturating_sub(bytes);
     }
 
     /// Notes that a stream of ours has ended its direction.
-    pub(super) fn end_sent(&mut self, id: u32, state: &mut State) {
+    pub fn end_sent(&mut self, id: u32, state: &mut State) {
         state.we_ended = true;
         if state.peer_ended {
             self.core.remove(id);
@@ -291,7 +239,7 @@ impl Connection {
     }
 
     /// Counts what a reader took later than it came.
-    pub(super) fn taken(&mut self, id: u32, state: &mut State, bytes: usize) {
+    pub fn taken(&mut self, id: u32, state: &mut State, bytes: usize) {
         self.core.taken(id, state, bytes);
     }
 
@@ -367,8 +315,7 @@ impl Connection {
 
     /// Asks the peer for a sign of life; only one question is under way at a time.
     pub fn ping(&mut self) {
-        if self.core.ping == Ping::None {
-            self.core.ping = Ping::Sent;
+        if !std::mem::replace(&mut self.core.asked, true) {
             frame::write(&mut self.core.out, kind::PING, 0, 0, &ALIVE);
         }
     }
@@ -380,56 +327,6 @@ impl Connection {
         for state in std::mem::take(&mut self.core.streams).into_values() {
             state.borrow_mut().break_off(Broken::Tunnel(why.clone()));
         }
-    }
-}
-
-impl State {
-    pub(super) fn broken(&self) -> Option<&Broken> {
-        self.broken.as_ref()
-    }
-
-    /// Both directions have ended, or the stream has been reset.
-    pub(super) fn is_over(&self) -> bool {
-        self.broken.is_some() || (self.peer_ended && self.we_ended)
-    }
-
-    pub(super) fn peer_ended(&self) -> bool {
-        self.peer_ended
-    }
-
-    pub(super) fn we_ended(&self) -> bool {
-        self.we_ended
-    }
-
-    pub(super) fn take_answer(&mut self) -> Option<Response> {
-        self.answer.take()
-    }
-
-    /// What came before there was a reader, or faster than it read.
-    pub(super) fn waiting(&mut self) -> &mut VecDeque<u8> {
-        &mut self.waiting
-    }
-
-    pub(super) fn set_sink(&mut self, sink: Option<Rc<dyn Sink>>) {
-        self.sink = sink;
-    }
-
-    /// Who is woken when there is news.
-    pub(super) fn set_user(&mut self, waker: &Waker) {
-        if self.user.as_ref().is_none_or(|known| !known.will_wake(waker)) {
-            self.user = Some(waker.clone());
-        }
-    }
-
-    fn wake(&mut self) {
-        if let Some(user) = &self.user {
-            user.wake_by_ref();
-        }
-    }
-
-    fn break_off(&mut self, how: Broken) {
-        self.broken.get_or_insert(how);
-        self.wake();
     }
 }
 
@@ -458,24 +355,7 @@ impl Core {
     }
 
     fn add(&mut self, id: u32) -> Rc<RefCell<State>> {
-        let window = self.stream_window;
-        let state = Rc::new(RefCell::new(State {
-            send_window: i64::from(self.peer_window),
-            receive_window: window,
-            target: window,
-            taken: 0,
-            updated: Instant::now(),
-            waiting: VecDeque::new(),
-            sink: None,
-            answer: None,
-            answered: false,
-            peer_ended: false,
-            we_ended: false,
-            broken: None,
-            queued: false,
-            allowance: 0,
-            user: None,
-        }));
+        let state = Rc::new(RefCell::new(State::new(self.peer_window, self.stream_window)));
         self.streams.insert(id, state.clone());
         state
     }
@@ -598,317 +478,8 @@ impl Core {
             frame::write(&mut self.out, kind::WINDOW_UPDATE, 0, id, &more.to_be_bytes());
         }
     }
-
-    /// A message that is no message, or a block that cannot be read.
-    fn malformed(stream: u32, malformed: Malformed) -> Fault {
-        match malformed {
-            Malformed::Block(HpackError::TooLarge) => {
-                Fault::Connection(Reason::ENHANCE_YOUR_CALM, "a header block that says far more than is taken")
-            }
-            Malformed::Block(_) => Fault::Connection(Reason::COMPRESSION_ERROR, "a header block that cannot be read"),
-            Malformed::Message => Fault::Stream(stream, Reason::PROTOCOL_ERROR),
-            Malformed::TooLarge => Fault::Stream(stream, Reason::ENHANCE_YOUR_CALM),
-        }
-    }
-
-    fn peer_ends(&mut self, id: u32, state: &mut State) {
-        state.peer_ended = true;
-        state.wake();
-        if state.we_ended {
-            self.remove(id);
-        }
-    }
-
-    /// HEADERS on a stream that is open: an answer, or trailers.
-    fn more_headers(
-        &mut self,
-        id: u32,
-        state: &Rc<RefCell<State>>,
-        block: &[u8],
-        end_stream: bool,
-    ) -> Result<(), Fault> {
-        let state = &mut *state.borrow_mut();
-        if state.peer_ended {
-            let _ = fields::pass_over(&mut self.decoder, block);
-            return Err(Fault::Stream(id, Reason::STREAM_CLOSED));
-        }
-        if self.role == Role::Client && !state.answered {
-            let response = Response::read(&mut self.decoder, block).map_err(|m| Self::malformed(id, m))?;
-            if response.status.is_informational() {
-                return if end_stream { Err(Fault::Stream(id, Reason::PROTOCOL_ERROR)) } else { Ok(()) };
-            }
-            state.answered = true;
-            state.answer = Some(response);
-            state.wake();
-        } else {
-            fields::read_trailers(&mut self.decoder, block).map_err(|m| Self::malformed(id, m))?;
-            if !end_stream {
-                return Err(Fault::Stream(id, Reason::PROTOCOL_ERROR));
-            }
-        }
-        if end_stream {
-            self.peer_ends(id, state);
-        }
-        Ok(())
-    }
-
-    fn new_request(&mut self, id: u32, block: &[u8], end_stream: bool) -> Result<(), Fault> {
-        if id.is_multiple_of(2) {
-            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a stream with an even number"));
-        }
-        self.newest = id;
-        let request = Request::read(&mut self.decoder, block);
-        if self.departure == Departure::Final {
-            return Err(Fault::Stream(id, Reason::REFUSED_STREAM));
-        }
-        let request = request.map_err(|m| Self::malformed(id, m))?;
-        if self.streams.len() >= self.max_streams as usize {
-            return Err(Fault::Stream(id, Reason::REFUSED_STREAM));
-        }
-        let state = self.add(id);
-        state.borrow_mut().peer_ended = end_stream;
-        self.arrived.push_back((id, request, state));
-        Ok(())
-    }
-
-    /// A peer that opens streams and resets them before they are answered makes us work for nothing.
-    fn count_unanswered(&mut self) -> Result<(), Fault> {
-        let now = Instant::now();
-        let (since, count) = &mut self.unanswered_resets;
-        if since.is_none_or(|since| now.duration_since(since) > RESET_PERIOD) {
-            (*since, *count) = (Some(now), 0);
-        }
-        *count += 1;
-        if *count > MAX_UNANSWERED_RESETS {
-            return Err(Fault::Connection(Reason::ENHANCE_YOUR_CALM, "streams are opened only to be reset"));
-        }
-        Ok(())
-    }
 }
 
-impl Frames for Core {
-    fn data_begins(&mut self, id: u32, counted: u32) -> Result<(), Fault> {
-        // Also what nobody reads counts, or the two sides would differ.
-        let Some(left) = self.receive_window.checked_sub(counted) else {
-            return Err(Fault::Connection(Reason::FLOW_CONTROL_ERROR, "more DATA than the connection's window"));
-        };
-        self.receive_window = left;
-        if left < self.connection_window / 2 {
-            let more = self.connection_window - left;
-            self.receive_window = self.connection_window;
-            frame::write(&mut self.out, kind::WINDOW_UPDATE, 0, 0, &more.to_be_bytes());
-        }
-        let Some(state) = self.streams.get(&id) else {
-            if self.is_idle(id) {
-                return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "DATA on a stream that is not open"));
-            }
-            if self.reset_by_us.contains(&id) {
-                return Ok(());
-            }
-            return Err(Fault::Stream(id, Reason::STREAM_CLOSED));
-        };
-        let mut state = state.borrow_mut();
-        if state.peer_ended {
-            return Err(Fault::Stream(id, Reason::STREAM_CLOSED));
-        }
-        if self.role == Role::Client && !state.answered {
-            return Err(Fault::Stream(id, Reason::PROTOCOL_ERROR));
-        }
-        match state.receive_window.checked_sub(counted) {
-            Some(left) => {
-                state.receive_window = left;
-                Ok(())
-            }
-            None => Err(Fault::Stream(id, Reason::FLOW_CONTROL_ERROR)),
-        }
-    }
-
-    fn data(&mut self, id: u32, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let run = self.run.get_or_insert_with(Buffer::lend);
-            let room = run.room(0);
-            let n = bytes.len().min(room.len());
-            room[..n].copy_from_slice(&bytes[..n]);
-            run.add(n);
-            let end = run.len();
-            bytes = &bytes[n..];
-            match self.parts.last_mut().filter(|(last, _)| *last == id) {
-                Some((_, part)) => part.end = end,
-                None => self.parts.push((id, end - n..end)),
-            }
-            if end == BUFFER_SIZE {
-                self.deliver();
-            }
-        }
-    }
-
-    fn data_ends(&mut self, id: u32, padding: u32, end_stream: bool) -> Result<(), Fault> {
-        if padding == 0 && !end_stream {
-            return Ok(());
-        }
-        // The end comes after the bytes.
-        self.deliver();
-        let Some(state) = self.streams.get(&id).cloned() else { return Ok(()) };
-        let state = &mut *state.borrow_mut();
-        self.taken(id, state, padding as usize);
-        if end_stream {
-            self.peer_ends(id, state);
-        }
-        Ok(())
-    }
-
-    fn headers(&mut self, id: u32, block: &[u8], end_stream: bool) -> Result<(), Fault> {
-        // Trailers come after the bytes.
-        self.deliver();
-        if let Some(state) = self.streams.get(&id).cloned() {
-            return self.more_headers(id, &state, block, end_stream);
-        }
-        if self.role == Role::Server && id > self.newest {
-            return self.new_request(id, block, end_stream);
-        }
-        if self.is_idle(id) {
-            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "HEADERS on a stream that is not open"));
-        }
-        fields::pass_over(&mut self.decoder, block).map_err(|e| Self::malformed(id, Malformed::Block(e)))?;
-        // An answer may be under way to a stream that we have given up.
-        if self.role == Role::Client || self.reset_by_us.contains(&id) {
-            return Ok(());
-        }
-        Err(Fault::Connection(Reason::STREAM_CLOSED, "HEADERS on a stream that has ended"))
-    }
-
-    fn reset(&mut self, id: u32, reason: Reason) -> Result<(), Fault> {
-        if self.is_idle(id) {
-            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "RST_STREAM on a stream that is not open"));
-        }
-        let Some(state) = self.streams.get(&id).cloned() else {
-            // It knows now that the stream is over: nothing more may come on it.
-            self.reset_by_us.retain(|ours| *ours != id);
-            return Ok(());
-        };
-        self.deliver();
-        self.remove(id);
-        let mut state = state.borrow_mut();
-        state.break_off(Broken::Reset(reason));
-        if self.role == Role::Server && !state.answered {
-            drop(state);
-            self.arrived.retain(|(arrived, ..)| *arrived != id);
-            return self.count_unanswered();
-        }
-        Ok(())
-    }
-
-    fn setting(&mut self, name: u16, value: u32) -> Result<(), Fault> {
-        match name {
-            setting::ENABLE_PUSH if value > 1 || (self.role == Role::Client && value != 0) => {
-                return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a setting of push that may not be"));
-            }
-            setting::MAX_CONCURRENT_STREAMS => self.peer_streams = Some(value),
-            setting::INITIAL_WINDOW_SIZE if value > MAX_WINDOW => return Err(WINDOW_TOO_LARGE),
-            setting::INITIAL_WINDOW_SIZE => self.next_window = value,
-            setting::MAX_FRAME_SIZE => {
-                if !(DEFAULT_FRAME..1 << 24).contains(&value) {
-                    return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "a frame size that may not be"));
-                }
-                self.peer_frame = value;
-            }
-            // We keep to no table at all, and our header lists are short. What is unknown means nothing.
-            _ => {}
-        }
-        Ok(())
-    }
-
-    fn settings_end(&mut self) -> Result<(), Fault> {
-        let change = i64::from(self.next_window) - i64::from(self.peer_window);
-        self.peer_window = self.next_window;
-        if change != 0 {
-            for state in self.streams.values() {
-                let mut state = state.borrow_mut();
-                state.send_window += change;
-                if state.send_window > i64::from(MAX_WINDOW) {
-                    return Err(WINDOW_TOO_LARGE);
-                }
-                state.wake();
-            }
-        }
-        // Without a limit of its own there is none.
-        self.peer_streams.get_or_insert(u32::MAX);
-        frame::write(&mut self.out, kind::SETTINGS, flag::ACK, 0, &[]);
-        Ok(())
-    }
-
-    fn settings_acked(&mut self) {}
-
-    fn ping(&mut self, payload: [u8; 8], is_ack: bool) {
-        if !is_ack {
-            frame::write(&mut self.out, kind::PING, flag::ACK, 0, &payload);
-        } else if payload == ALIVE {
-            self.ping = Ping::None;
-        } else if payload == LEAVING && self.departure == Departure::Announced {
-            self.departure = Departure::Final;
-            self.go_away(self.newest, Reason::NO_ERROR);
-        }
-    }
-
-    fn go_away(&mut self, last: u32, reason: Reason) {
-        self.peer_left = true;
-        if reason != Reason::NO_ERROR {
-            self.peer_fault.get_or_insert(reason);
-        }
-        if self.role == Role::Server {
-            return;
-        }
-        for (_, state) in self.streams.split_off(&last.saturating_add(1)) {
-            state.borrow_mut().break_off(Broken::NotTaken);
-        }
-    }
-
-    fn window(&mut self, id: u32, more: u32) -> Result<(), Fault> {
-        if id == 0 {
-            self.send_window += i64::from(more);
-            if self.send_window > i64::from(MAX_WINDOW) {
-                return Err(Fault::Connection(Reason::FLOW_CONTROL_ERROR, "the connection's window grew too large"));
-            }
-            return Ok(());
-        }
-        if self.is_idle(id) {
-            return Err(Fault::Connection(Reason::PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is not open"));
-        }
-        let Some(state) = self.streams.get(&id) else { return Ok(()) };
-        let mut state = state.borrow_mut();
-        state.send_window += i64::from(more);
-        if state.send_window > i64::from(MAX_WINDOW) {
-            return Err(Fault::Stream(id, Reason::FLOW_CONTROL_ERROR));
-        }
-        state.wake();
-        Ok(())
-    }
-
-    fn stream_fault(&mut self, id: u32, reason: Reason) {
-        if self.is_idle(id) {
-            // Nothing can be said on a stream that nobody has opened.
-            return self.fail(reason, "a fault on a stream that is not open");
-        }
-        let state = self.streams.get(&id).cloned();
-        let is_unanswered = state.as_ref().is_none_or(|state| !state.borrow().answered);
-        // A peer can make us reset as well; what is refused because there are too many is no fault of that kind.
-        if self.role == Role::Server
-            && is_unanswered
-            && reason != Reason::REFUSED_STREAM
-            && let Err(Fault::Connection(reason, what)) = self.count_unanswered()
-        {
-            return self.fail(reason, what);
-        }
-        self.reset(id, reason);
-        self.arrived.retain(|(arrived, ..)| *arrived != id);
-        if let Some(state) = state {
-            state.borrow_mut().break_off(Broken::Fault(reason));
-        }
-    }
-}
-
-const WINDOW_TOO_LARGE: Fault =
-    Fault::Connection(Reason::FLOW_CONTROL_ERROR, "a stream's window of more than 2^31 - 1 bytes");
 /// What a peer may send, and takes, before it is told otherwise (RFC 9113 §6.5.2).
 const DEFAULT_WINDOW: u32 = 65_535;
 const DEFAULT_FRAME: u32 = 16_384;
@@ -921,14 +492,11 @@ const FAST: Duration = Duration::from_millis(100);
 /// Largest DATA frame of ours, bytes.
 const MAX_OWN_FRAME: u32 = 64 * 1024;
 /// What a stream sends in one turn while others wait, bytes.
-pub(super) const TURN: usize = 64 * 1024;
+pub const TURN: usize = 64 * 1024;
 /// Answers that wait to be sent, bytes.
 const MAX_UNSENT: usize = 64 * 1024;
 /// Streams of ours that were reset, and that frames of the peer's may still be under way for.
 const REMEMBERED: usize = 256;
-/// Streams that a peer may open and reset before they are answered, within a period.
-const MAX_UNANSWERED_RESETS: u32 = 1000;
-const RESET_PERIOD: Duration = Duration::from_secs(1);
 const FIRST_BLOCK: usize = 512;
 /// What our pings carry.
 const ALIVE: [u8; 8] = *b"us-alive";

@@ -3,6 +3,7 @@
 
 use std::cell::Cell;
 use std::future::poll_fn;
+use std::io;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
@@ -11,6 +12,7 @@ use proptest::test_runner::{Config, TestRunner};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
 use super::super::frame::{Head, flag, kind};
+use super::super::state::Sink;
 use super::*;
 
 /// Takes what it is given, up to what it has been told to.
@@ -95,7 +97,7 @@ impl Ours {
     fn new(role: Role, number: usize, id: u32, state: Rc<RefCell<State>>, plan: Exchange) -> Self {
         let (send, receive) = if role == Role::Client { (plan.up, plan.down) } else { (plan.down, plan.up) };
         let cup = Rc::new(Cup::default());
-        state.borrow_mut().set_sink(Some(cup.clone()));
+        state.borrow_mut().sink = Some(cup.clone());
         let answered = role == Role::Server;
         Self { number, id, state, cup, plan, send, receive, sent: 0, ended: false, answered, gone: false }
     }
@@ -107,18 +109,18 @@ impl Ours {
         }
         let mut state = self.state.borrow_mut();
         self.cup.room.set(self.plan.sip);
-        while !state.waiting().is_empty() {
-            let front = state.waiting().as_slices().0.to_vec();
+        while !state.waiting.is_empty() {
+            let front = state.waiting.as_slices().0.to_vec();
             let n = self.cup.put(&front).unwrap();
             if n == 0 {
                 break;
             }
-            state.waiting().drain(..n);
+            state.waiting.drain(..n);
             connection.taken(self.id, &mut state, n);
         }
         let held = self.cup.held.borrow().len();
         assert!(held <= self.receive, "more came than was sent");
-        if state.broken().is_some() {
+        if state.broken.is_some() {
             self.gone = true;
             return true;
         }
@@ -130,7 +132,7 @@ impl Ours {
             self.gone = true;
             return true;
         }
-        self.answered |= state.take_answer().is_some_and(|answer| answer.status == StatusCode::OK);
+        self.answered |= state.answer.take().is_some_and(|answer| answer.status == StatusCode::OK);
         if self.answered && !self.ended {
             loop {
                 let room = connection.room(self.id, &mut state, 50_000).min(connection.frame_size());
@@ -151,7 +153,7 @@ impl Ours {
                 }
             }
         }
-        self.ended && state.peer_ended() && state.waiting().is_empty()
+        self.ended && state.peer_ended && state.waiting.is_empty()
     }
 
     fn check(&self) {
@@ -161,7 +163,12 @@ impl Ours {
             assert_eq!((held.len(), self.sent), (self.receive, self.send), "stream {}", self.number);
         }
         let may_be_cut = self.plan.reset.is_some();
-        assert!(!self.gone || may_be_cut, "stream {} was broken off: {:?}", self.number, self.state.borrow().broken());
+        assert!(
+            !self.gone || may_be_cut,
+            "stream {} was broken off: {:?}",
+            self.number,
+            self.state.borrow().broken.as_ref()
+        );
     }
 }
 
@@ -261,8 +268,7 @@ async fn drive(role: Role, pipe: &mut DuplexStream, plans: &[Exchange], chunk: u
             assert_eq!(connection.streams(), 0, "nothing is left behind");
             return ours;
         }
-        if !out.is_empty() || ours.iter().any(|stream| !stream.gone && !stream.state.borrow_mut().waiting().is_empty())
-        {
+        if !out.is_empty() || ours.iter().any(|stream| !stream.gone && !stream.state.borrow_mut().waiting.is_empty()) {
             // The reader takes more by and by; the peer may go on meanwhile.
             tokio::task::yield_now().await;
         } else {
@@ -363,12 +369,16 @@ fn server() -> Connection {
     connection
 }
 
-fn connect(connection: &mut Connection, id: u32) -> Rc<RefCell<State>> {
-    let mut block = Vec::new();
+/// A CONNECT as it comes.
+fn opened(id: u32) -> Vec<u8> {
+    let (mut block, mut bytes) = (Vec::new(), Vec::new());
     Request::connect("10.0.0.1:80", HeaderMap::new()).write(&mut block);
-    let mut bytes = Vec::new();
     frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, id, &block);
-    connection.read(&bytes);
+    bytes
+}
+
+fn connect(connection: &mut Connection, id: u32) -> Rc<RefCell<State>> {
+    connection.read(&opened(id));
     let (arrived, _, state) = connection.next_request().expect("a request");
     assert_eq!(arrived, id);
     connection.answer(id, &Response { status: StatusCode::OK, headers: HeaderMap::new() }, false);
@@ -403,13 +413,13 @@ fn a_reader_that_stalls_is_sent_no_more_than_its_window_and_others_are_not_held_
     let (stalled, read) = (connect(&mut connection, 1), connect(&mut connection, 3));
     let cup = Rc::new(Cup::default());
     cup.room.set(usize::MAX);
-    read.borrow_mut().set_sink(Some(cup.clone()));
+    read.borrow_mut().sink = Some(cup.clone());
     for _ in 0..7 {
         data(&mut connection, 1, 10_000, 0);
     }
     // Its window is used up; that of the connection is not.
     assert_eq!(written(&mut connection), []);
-    assert_eq!(stalled.borrow_mut().waiting().len(), 70_000);
+    assert_eq!(stalled.borrow_mut().waiting.len(), 70_000);
     for _ in 0..50 {
         data(&mut connection, 3, 10_000, 0);
         assert_eq!(connection.failed(), None);
@@ -421,7 +431,7 @@ fn a_reader_that_stalls_is_sent_no_more_than_its_window_and_others_are_not_held_
     // One byte more costs the stream, and the stream only.
     data(&mut connection, 1, 1, 0);
     assert_eq!(written(&mut connection), [(kind::RST_STREAM, 1, Reason::FLOW_CONTROL_ERROR.into())]);
-    assert_eq!(stalled.borrow().broken(), Some(&Broken::Fault(Reason::FLOW_CONTROL_ERROR)));
+    assert_eq!(stalled.borrow().broken.as_ref(), Some(&Broken::Fault(Reason::FLOW_CONTROL_ERROR)));
     data(&mut connection, 3, 1, flag::END_STREAM);
     assert_eq!(connection.failed(), None);
 }
@@ -446,19 +456,16 @@ fn what_is_under_way_to_a_stream_that_we_reset_is_passed_over() {
 #[test]
 fn streams_that_are_opened_only_to_be_reset_end_the_connection() {
     let mut connection = server();
-    let mut block = Vec::new();
-    Request::connect("10.0.0.1:80", HeaderMap::new()).write(&mut block);
-    let mut opened = 0;
-    while connection.failed().is_none() && opened < 5000 {
-        let mut bytes = Vec::new();
-        let id = 2 * opened + 1;
-        frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, id, &block);
+    let mut streams = 0;
+    while connection.failed().is_none() && streams < 5000 {
+        let id = 2 * streams + 1;
+        let mut bytes = opened(id);
         frame::write(&mut bytes, kind::RST_STREAM, 0, id, &[0, 0, 0, 8]);
         connection.read(&bytes);
-        opened += 1;
+        streams += 1;
     }
     assert_eq!(connection.failed().map(|(reason, _)| reason), Some(Reason::ENHANCE_YOUR_CALM));
-    assert!(opened > 900 && connection.next_request().is_none(), "{opened}");
+    assert!(streams > 900 && connection.next_request().is_none(), "{streams}");
 }
 
 #[test]
@@ -479,11 +486,7 @@ fn more_streams_than_agreed_are_refused_and_may_be_tried_again() {
     connection.read(&hello);
     connect(&mut connection, 1);
     connect(&mut connection, 3);
-    let mut block = Vec::new();
-    Request::connect("10.0.0.1:80", HeaderMap::new()).write(&mut block);
-    let mut bytes = Vec::new();
-    frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, 5, &block);
-    connection.read(&bytes);
+    connection.read(&opened(5));
     assert_eq!(written(&mut connection), [(kind::RST_STREAM, 5, Reason::REFUSED_STREAM.into())]);
     assert!(connection.next_request().is_none());
 }
@@ -499,11 +502,7 @@ fn a_server_that_leaves_takes_what_was_under_way_and_nothing_after_that() {
     frame::write(&mut ack, kind::PING, flag::ACK, 0, &LEAVING);
     connection.read(&ack);
     assert_eq!(written(&mut connection).len(), 1, "the last stream is named");
-    let mut block = Vec::new();
-    Request::connect("10.0.0.1:80", HeaderMap::new()).write(&mut block);
-    let mut bytes = Vec::new();
-    frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, 3, &block);
-    connection.read(&bytes);
+    connection.read(&opened(3));
     assert_eq!(written(&mut connection), [(kind::RST_STREAM, 3, Reason::REFUSED_STREAM.into())]);
     assert!(!connection.is_done());
     data(&mut connection, 1, 3, flag::END_STREAM);
@@ -522,7 +521,7 @@ fn a_client_tells_what_a_leaving_server_has_not_begun_with() {
     let mut bytes = Vec::new();
     frame::write(&mut bytes, kind::GOAWAY, 0, 0, &[0, 0, 0, 1, 0, 0, 0, 0]);
     connection.read(&bytes);
-    assert_eq!((first.borrow().broken(), second.borrow().broken()), (None, Some(&Broken::NotTaken)));
+    assert_eq!((first.borrow().broken.as_ref(), second.borrow().broken.as_ref()), (None, Some(&Broken::NotTaken)));
     assert!(connection.open(&request(2)).is_none() && connection.peer_left());
 }
 
@@ -581,12 +580,9 @@ fn streams_that_wait_for_room_take_turns_and_those_that_cannot_use_theirs_hold_u
 #[test]
 fn faults_on_streams_that_are_not_answered_end_the_connection_too() {
     let mut connection = server();
-    let mut block = Vec::new();
-    Request::connect("10.0.0.1:80", HeaderMap::new()).write(&mut block);
-    for opened in 0..2000 {
-        let mut bytes = Vec::new();
-        let id = 2 * opened + 1;
-        frame::write(&mut bytes, kind::HEADERS, flag::END_HEADERS, id, &block);
+    for n in 0..2000 {
+        let id = 2 * n + 1;
+        let mut bytes = opened(id);
         frame::write(&mut bytes, kind::WINDOW_UPDATE, 0, id, &[0; 4]);
         connection.read(&bytes);
         connection.out().clear();

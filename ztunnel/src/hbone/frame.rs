@@ -65,7 +65,6 @@ pub trait Frames {
     fn setting(&mut self, name: u16, value: u32) -> Result<(), Fault>;
     /// All settings of a frame have been given.
     fn settings_end(&mut self) -> Result<(), Fault>;
-    fn settings_acked(&mut self);
     fn ping(&mut self, payload: [u8; 8], is_ack: bool);
     fn go_away(&mut self, last_stream: u32, reason: Reason);
     /// `stream` is 0 for the whole connection.
@@ -333,7 +332,6 @@ impl Reader {
                 if !payload.is_empty() {
                     return wrong_size;
                 }
-                frames.settings_acked();
                 Ok(())
             }
             kind::SETTINGS => {

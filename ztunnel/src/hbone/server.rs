@@ -12,12 +12,13 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::client::TunnelError;
-use super::connection::{Broken, Role};
+use super::connection::Role;
 use super::driver::{Ended, Load, StreamCount, Watch, Wire};
 use super::fields::{Request, Response};
 use super::headers::REASON;
 use super::held::HeldTls;
 use super::settings::Settings;
+use super::state::Broken;
 use super::stream::Stream;
 use super::tls::{TlsError, TlsSocket};
 use super::tunnels::{Proof, Tunnels};

@@ -7,10 +7,11 @@ use std::task::{Context, Poll};
 
 use h2::Reason;
 
-use super::connection::{Broken, Sink, State, TURN};
+use super::connection::TURN;
 use super::driver::{Wire, write_out};
 use super::fields::Response;
 use super::frame::{Head, flag, kind};
+use super::state::{Broken, Sink, State};
 use super::tls::TlsSocket;
 
 /// A stream of a tunnel. Dropped before both directions have ended it is reset.
@@ -27,13 +28,13 @@ impl Stream {
 
     /// What comes goes there at once from now on. What has come before is to be taken with [`Self::take_waiting`].
     pub fn set_sink(&self, sink: Rc<dyn Sink>) {
-        self.state.borrow_mut().set_sink(Some(sink));
+        self.state.borrow_mut().sink = Some(sink);
     }
 
     /// How the stream was broken off, if it was. Its user is woken when that changes.
     pub fn poll_broken(&self, cx: &mut Context<'_>) -> Poll<Broken> {
         let mut state = self.state.borrow_mut();
-        if let Some(broken) = state.broken() {
+        if let Some(broken) = &state.broken {
             return Poll::Ready(broken.clone());
         }
         state.set_user(cx.waker());
@@ -42,7 +43,7 @@ impl Stream {
 
     /// The answer to our request.
     pub(super) fn poll_answer(&self, cx: &mut Context<'_>) -> Poll<Result<Response, Broken>> {
-        if let Some(answer) = self.state.borrow_mut().take_answer() {
+        if let Some(answer) = self.state.borrow_mut().answer.take() {
             return Poll::Ready(Ok(answer));
         }
         self.poll_broken(cx).map(Err)
@@ -52,33 +53,33 @@ impl Stream {
     pub fn take_waiting(&self, mut put: impl FnMut(&[u8]) -> io::Result<usize>) -> io::Result<bool> {
         let wire = self.wire.upgrade();
         let mut state = self.state.borrow_mut();
-        while !state.waiting().is_empty() {
-            let n = put(state.waiting().as_slices().0)?;
+        while !state.waiting.is_empty() {
+            let n = put(state.waiting.as_slices().0)?;
             if n == 0 {
                 return Ok(false);
             }
-            state.waiting().drain(..n);
+            state.waiting.drain(..n);
             if let Some(wire) = &wire {
                 wire.connection.borrow_mut().taken(self.id, &mut state, n);
                 wire.load.wake();
             }
         }
-        if state.waiting().capacity() > 0 {
-            *state.waiting() = Default::default();
+        if state.waiting.capacity() > 0 {
+            state.waiting = Default::default();
         }
         Ok(true)
     }
 
     /// Whether the peer has ended its direction, and all of it has been taken.
     pub fn is_at_end(&self) -> bool {
-        let mut state = self.state.borrow_mut();
-        state.peer_ended() && state.waiting().is_empty()
+        let state = self.state.borrow();
+        state.peer_ended && state.waiting.is_empty()
     }
 
     /// How many bytes can be sent at once: ready when there is room for at least one.
     pub fn poll_room(&self, cx: &mut Context<'_>) -> Poll<Result<usize, Broken>> {
         let mut state = self.state.borrow_mut();
-        if let Some(broken) = state.broken() {
+        if let Some(broken) = &state.broken {
             return Poll::Ready(Err(broken.clone()));
         }
         let Some(wire) = self.wire.upgrade() else { return Poll::Ready(Err(gone())) };
@@ -92,7 +93,7 @@ impl Stream {
     /// Sends bytes that there is room for; `end`: none will follow. They leave at the end of the tunnel's turn.
     pub fn send(&self, mut bytes: &[u8], end: bool) -> Result<(), Broken> {
         let mut state = self.state.borrow_mut();
-        if let Some(broken) = state.broken() {
+        if let Some(broken) = &state.broken {
             return Err(broken.clone());
         }
         let wire = self.wire.upgrade().ok_or_else(gone)?;
@@ -110,7 +111,7 @@ impl Stream {
                 connection.end_sent(self.id, &mut state);
             }
         }
-        if end && !state.we_ended() {
+        if end && !state.we_ended {
             let head = Head::new(kind::DATA, flag::END_STREAM, self.id, 0);
             connection.out().extend_from_slice(&head.bytes());
             connection.end_sent(self.id, &mut state);
@@ -129,7 +130,7 @@ impl Stream {
 
     /// Answers the peer's request.
     pub(super) fn answer(&self, response: &Response, end: bool) -> Result<(), Broken> {
-        if let Some(broken) = self.state.borrow().broken() {
+        if let Some(broken) = &self.state.borrow().broken {
             return Err(broken.clone());
         }
         let wire = self.wire.upgrade().ok_or_else(gone)?;
@@ -143,7 +144,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         let is_over = {
             let mut state = self.state.borrow_mut();
-            state.set_sink(None);
+            state.sink = None;
             state.is_over()
         };
         if !is_over {

@@ -137,7 +137,7 @@ impl TlsSocket {
             alert: None,
         };
         loop {
-            let step = match this.step(&mut NoData, None) {
+            let step = match this.step(None, None) {
                 Ok(step) => step,
                 Err(error) => {
                     // At once: other connections of this thread have refusals of their own.
@@ -175,7 +175,7 @@ impl TlsSocket {
     /// left it: rustls panics when it is made to read on, or misses bytes that it has seen.
     fn fail(&mut self) {
         if !std::mem::replace(&mut self.failed, true) {
-            let _ = self.step(&mut NoData, None);
+            let _ = self.step(None, None);
         }
     }
 
@@ -224,7 +224,7 @@ impl TlsSocket {
             if self.failed {
                 return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
             }
-            match self.step(&mut Taker(&mut take), None) {
+            match self.step(Some(&mut take), None) {
                 Ok(Step::Progress) => {}
                 Ok(Step::Delivered) => delivered = true,
                 Ok(Step::PeerClosed) => self.peer_closed = true,
@@ -337,7 +337,7 @@ impl TlsSocket {
     }
 
     /// One step of TLS, with all that came. Where there is nothing else to do for it, `piece` is encrypted.
-    fn step(&mut self, into: &mut impl Sink, piece: Option<&Piece<'_>>) -> Result<Step, rustls::Error> {
+    fn step(&mut self, into: Taker<'_>, piece: Option<&Piece<'_>>) -> Result<Step, rustls::Error> {
         let Self { tls, inbox, outbox, rest, staged, .. } = self;
         let plain = piece.map(|piece| (piece, &staged[..]));
         let (discard, step) = match tls {
@@ -351,7 +351,7 @@ impl TlsSocket {
     /// Encrypts one record into the outbox.
     fn encrypt(&mut self, piece: Piece<'_>) -> io::Result<()> {
         loop {
-            match self.step(&mut NoData, Some(&piece)) {
+            match self.step(None, Some(&piece)) {
                 Ok(Step::Sealed) => break,
                 // For example an answer to a key update; what was read on the way waits for the reader.
                 Ok(Step::Progress | Step::Delivered) => {}
@@ -378,29 +378,8 @@ enum Piece<'a> {
     CloseNotify,
 }
 
-/// Where decrypted bytes go; what does not fit stays behind in the socket.
-trait Sink {
-    /// Takes a prefix of `bytes` and says how long it was.
-    fn put(&mut self, bytes: &[u8]) -> usize;
-}
-
-struct Taker<'a, F>(&'a mut F);
-
-impl<F: FnMut(&[u8])> Sink for Taker<'_, F> {
-    fn put(&mut self, bytes: &[u8]) -> usize {
-        (self.0)(bytes);
-        bytes.len()
-    }
-}
-
-/// During the handshake nobody reads: what comes stays behind in the socket's rest.
-struct NoData;
-
-impl Sink for NoData {
-    fn put(&mut self, _: &[u8]) -> usize {
-        0
-    }
-}
+/// Who takes decrypted bytes; without anybody they stay behind in the socket.
+type Taker<'a> = Option<&'a mut dyn FnMut(&[u8])>;
 
 /// The one thing that both ends of rustls' unbuffered connections share.
 trait Machine {
@@ -429,7 +408,7 @@ fn advance(
     records: &mut [u8],
     outbox: &mut Option<Buffer>,
     rest: &mut Vec<u8>,
-    into: &mut impl Sink,
+    mut into: Taker<'_>,
     plain: Option<(&Piece<'_>, &[u8])>,
 ) -> (usize, Result<Step, rustls::Error>) {
     let UnbufferedStatus { mut discard, state } = machine.process(records);
@@ -445,8 +424,10 @@ fn advance(
                     Err(error) => return (discard, Err(error)),
                 };
                 discard += record.discard;
-                let taken = if rest.is_empty() { into.put(record.payload) } else { 0 };
-                rest.extend_from_slice(&record.payload[taken..]);
+                match &mut into {
+                    Some(take) => take(record.payload),
+                    None => rest.extend_from_slice(record.payload),
+                }
             }
             Ok(Step::Delivered)
         }

@@ -216,6 +216,27 @@ fn aborted_downloads_leave_no_streams_behind() {
     wait_for("the open sockets to go down", || (open() <= 16.0).then_some(()));
 }
 
+/// Who takes a burst in must not give all of it to one other worker that looked idle.
+#[test]
+fn a_burst_of_connections_is_spread_over_the_workers() {
+    let shop = Shop::in_mesh();
+    let server = shop.far.serve(8080, Behaviour::Echo);
+    let node = shop.mesh().node(0);
+    node.proxy.freeze();
+    let mut burst: Vec<_> = (0..64).map(|_| connect(&shop, shop.far.at(8080))).collect();
+    node.proxy.thaw();
+    for stream in &mut burst {
+        stream.ask(b"a burst");
+    }
+    let metrics = node.proxy_metrics();
+    let by_worker = metrics.samples().iter().filter(|sample| sample.name == "understory_worker_connections");
+    let counts: Vec<f64> = by_worker.map(|sample| sample.value).collect();
+    assert_eq!(counts.iter().sum::<f64>(), 64.0, "{counts:?}");
+    let even = 64.0 / counts.len() as f64;
+    assert!(counts.iter().all(|count| (count - even).abs() <= 8.0), "{counts:?}");
+    drop(server);
+}
+
 /// B149: the log says which side ended a connection, and how.
 #[test]
 fn the_log_tells_who_ended_a_connection_and_how() {

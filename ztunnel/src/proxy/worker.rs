@@ -53,7 +53,7 @@ pub struct Worker {
 enum Job {
     /// Accept for this pod from now on.
     Serve(Arc<Pod>),
-    Connection(Listener, Arc<Pod>, std::net::TcpStream, SocketAddr),
+    Connection(Listener, Arc<Pod>, std::net::TcpStream, SocketAddr, Counted),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,8 +116,8 @@ async fn run(worker: Rc<Worker>, mut queue: mpsc::Receiver<Job>) {
             Job::Serve(pod) => {
                 tokio::task::spawn_local(accept(worker.clone(), pod));
             }
-            Job::Connection(listener, pod, socket, client) => match TcpStream::from_std(socket) {
-                Ok(socket) => worker.begin(listener, pod, socket, client),
+            Job::Connection(listener, pod, socket, client, counted) => match TcpStream::from_std(socket) {
+                Ok(socket) => worker.begin(listener, pod, socket, client, counted),
                 Err(error) => tracing::warn!(%error, %client, "cannot take over a connection"),
             },
         }
@@ -216,31 +216,37 @@ impl Worker {
         match least {
             Some((index, other)) if index != self.index && load(other) + SLACK <= load(&self.own) => {
                 let Ok(socket) = socket.into_std() else { return };
-                if let Err(error) = other.jobs.try_send(Job::Connection(kind, pod.clone(), socket, client)) {
+                // Counted from now on, so that a burst does not all go there before the other has looked.
+                let job = Job::Connection(kind, pod.clone(), socket, client, other.count(kind));
+                if let Err(error) = other.jobs.try_send(job) {
                     let (mpsc::error::TrySendError::Full(job) | mpsc::error::TrySendError::Closed(job)) = error;
-                    if let Job::Connection(_, _, socket, _) = job
+                    if let Job::Connection(_, _, socket, ..) = job
                         && let Ok(socket) = TcpStream::from_std(socket)
                     {
-                        self.begin(kind, pod.clone(), socket, client);
+                        self.begin(kind, pod.clone(), socket, client, self.own.count(kind));
                     }
                 }
             }
-            _ => self.begin(kind, pod.clone(), socket, client),
+            _ => self.begin(kind, pod.clone(), socket, client, self.own.count(kind)),
         }
     }
 
-    fn begin(self: &Rc<Self>, kind: Listener, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr) {
-        let counter = match kind {
-            Listener::Hbone => &self.own.tunnels,
-            Listener::Outbound | Listener::Plaintext => &self.own.load,
-        };
-        let counted = Counted::new(counter.clone());
+    fn begin(self: &Rc<Self>, kind: Listener, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr, counted: Counted) {
         let worker = self.clone();
         match kind {
             Listener::Outbound => tokio::task::spawn_local(outbound::serve(worker, pod, socket, client, counted)),
             Listener::Plaintext => tokio::task::spawn_local(plaintext::serve(worker, pod, socket, client, counted)),
             Listener::Hbone => tokio::task::spawn_local(inbound::serve(worker, pod, socket, client, counted)),
         };
+    }
+}
+
+impl WorkerHandle {
+    fn count(&self, kind: Listener) -> Counted {
+        Counted::new(match kind {
+            Listener::Hbone => self.tunnels.clone(),
+            Listener::Outbound | Listener::Plaintext => self.load.clone(),
+        })
     }
 }
 

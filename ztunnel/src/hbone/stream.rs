@@ -116,7 +116,7 @@ impl Stream {
             connection.out().extend_from_slice(&head.bytes());
             connection.end_sent(self.id, &mut state);
         }
-        wire.load.wake();
+        wire.said();
         Ok(())
     }
 

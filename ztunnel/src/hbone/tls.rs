@@ -248,8 +248,12 @@ impl TlsSocket {
     /// Bytes of streams that may be written now: what comes beyond that would wait behind too much. A reserve is left
     /// for what is not of streams.
     pub fn room(&self) -> usize {
-        let waiting = self.outbox.as_ref().map_or(0, Buffer::len) + self.staged.len();
-        STREAMS_ROOM.saturating_sub(waiting)
+        STREAMS_ROOM.saturating_sub(self.waiting())
+    }
+
+    /// Bytes that wait to be sent.
+    pub fn waiting(&self) -> usize {
+        self.outbox.as_ref().map_or(0, Buffer::len) + self.staged.len()
     }
 
     /// Takes plaintext to be sent with the next [`TlsSocket::poll_send`]: all that there is room for.

@@ -168,7 +168,7 @@ async fn connect(wire: Weak<Wire>, request: &Request, count: StreamCount) -> Res
 fn open(wire: Weak<Wire>, request: &Request) -> Option<Stream> {
     let wire = wire.upgrade()?;
     let (id, state) = wire.connection.borrow_mut().open(request)?;
-    wire.load.wake();
+    wire.said();
     Some(Stream::new(&wire, id, state))
 }
 

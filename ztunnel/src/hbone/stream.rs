@@ -135,7 +135,7 @@ impl Stream {
         }
         let wire = self.wire.upgrade().ok_or_else(gone)?;
         wire.connection.borrow_mut().answer(self.id, response, end);
-        wire.load.wake();
+        wire.said();
         Ok(())
     }
 }

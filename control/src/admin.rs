@@ -15,21 +15,40 @@ use ztunnel::telemetry::http::{Chunks, Request, Response, Router};
 use ztunnel::telemetry::metrics::Metrics;
 
 use crate::ca::Ca;
+use crate::kubernetes::Health;
 use crate::model::{Decoded, Resource, Set, Snapshot};
 use crate::policy;
 
-/// All pages. `serving`: whether nodes can be answered.
+/// What says whether nodes can be answered.
+pub struct Readiness {
+    pub shutdown: Shutdown,
+    /// The first objects are known, and what is served of them.
+    pub known: watch::Receiver<bool>,
+    /// Of the API server, where it is the source.
+    pub health: Option<Arc<Health>>,
+}
+
+impl Readiness {
+    /// With what is not as it should be, which need not be in the way.
+    fn page(&self) -> Response {
+        let detail = self.health.as_ref().map(|health| health.detail()).unwrap_or_default();
+        match self.shutdown.is_ordered() {
+            Some(why) => Response::text(StatusCode::SERVICE_UNAVAILABLE, format!("stopping: {why}\n")),
+            None if *self.known.borrow() => Response::text(StatusCode::OK, format!("ready\n{detail}")),
+            None => Response::text(StatusCode::SERVICE_UNAVAILABLE, format!("the cluster is not known yet\n{detail}")),
+        }
+    }
+}
+
+/// All pages.
 pub fn pages(
     metrics: &Arc<Metrics>,
     ca: Arc<Ca>,
     snapshots: watch::Receiver<Snapshot>,
     objects: watch::Receiver<Arc<Objects>>,
-    shutdown: Shutdown,
+    readiness: Readiness,
 ) -> Router {
-    let ready = move |_: &Request| match shutdown.is_ordered() {
-        None => Response::text(StatusCode::OK, "ready\n"),
-        Some(why) => Response::text(StatusCode::SERVICE_UNAVAILABLE, format!("stopping: {why}\n")),
-    };
+    let ready = move |_: &Request| readiness.page();
     let of = snapshots.clone();
     let problems = move |_: &Request| Response::json(&problems(&objects.borrow(), &of.borrow()));
     let of = snapshots.clone();

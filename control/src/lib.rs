@@ -5,6 +5,7 @@ pub mod ca;
 pub mod ca_command;
 pub mod certificates;
 pub mod check;
+pub mod kubernetes;
 pub mod limits;
 pub mod metrics;
 pub mod model;

@@ -19,14 +19,15 @@ use ztunnel::telemetry::http::{BindError, Server as AdminServer};
 use ztunnel::telemetry::log::Hush;
 use ztunnel::telemetry::metrics::Metrics as Registry;
 
-use crate::admin;
+use crate::admin::{self, Readiness};
 use crate::ca::{Ca, CaError, CaSettings, FolderWatch, write_whole};
 use crate::certificates::{Certificates, Rules};
+use crate::kubernetes::{Api, ConnectError, Health, Source};
 use crate::limits::{Rate, Rates};
 use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
 use crate::policy_status::{self, PolicyStatusFolder};
-use crate::settings::ServeArgs;
+use crate::settings::{ServeArgs, SourceKind};
 use crate::tls::{self, Serving};
 use crate::tokens::{KeyFile, KeyFileError, TokenSettings, Tokens};
 use crate::xds::{Discovery, Trust};
@@ -44,6 +45,10 @@ pub enum ServeError {
     Keys(#[from] KeyFileError),
     #[error("--manifests: {0}")]
     Manifests(#[from] WatchError),
+    #[error(transparent)]
+    Kubernetes(#[from] ConnectError),
+    #[error("--status-dir {}: it is not read with --source kubernetes, where annotations of pods say the same", .0.display())]
+    StatusDir(PathBuf),
     #[error("--policy-status-dir {}: {reason}", path.display())]
     PolicyStatus { path: PathBuf, reason: String },
     #[error("--admin-addr: {0}")]
@@ -77,8 +82,14 @@ struct Parts {
     snapshots: watch::Receiver<Snapshot>,
     policy_statuses: Option<PolicyStatusFolder>,
     shutdown: Shutdown,
-    /// Ends the watching when it is dropped.
-    _watch: Watch,
+    known: watch::Receiver<bool>,
+    feed: Feed,
+}
+
+/// Where objects come from. Ends when it is dropped.
+enum Feed {
+    Folder(Watch),
+    Kubernetes(Source),
 }
 
 impl Control {
@@ -91,6 +102,11 @@ impl Control {
         }
         let keys = KeyFile::open(&args.service_account_key)?;
         let policy_statuses = policy_statuses(&args)?;
+        let api = match (args.source, &args.status_dir) {
+            (SourceKind::Manifests, _) => None,
+            (SourceKind::Kubernetes, Some(dir)) => return Err(ServeError::StatusDir(dir.clone())),
+            (SourceKind::Kubernetes, None) => Some(Api::connect(args.kubeconfig.as_deref()).await?),
+        };
         let ca = Arc::new(Ca::open(CaSettings {
             dir: args.ca_dir,
             trust_domain: args.trust_domain.clone(),
@@ -115,12 +131,13 @@ impl Control {
             cluster_id: args.cluster_id.clone(),
         };
         let tokens = Arc::new(Tokens::new(keys, settings));
-        let folders = Folders { manifests: args.manifests, status: args.status_dir };
-        // Reads a lot of files.
-        let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
-        let watch = watch.map_err(|e| ServeError::Ended { what: "reading the manifests", reason: e.to_string() })??;
-        let objects = watch.objects();
-        let snapshots = follow(
+        let feed = match (api, args.manifests) {
+            (Some(api), _) => Feed::Kubernetes(Source::start(&api)),
+            (None, folder) => Feed::folder(folder.unwrap_or_default(), args.status_dir).await?,
+        };
+        let (objects, health) = (feed.objects(), feed.health());
+        let whole = health.clone();
+        let (snapshots, known) = follow(
             ModelSettings {
                 cluster_id: args.cluster_id,
                 cluster_domain: args.cluster_domain,
@@ -129,9 +146,17 @@ impl Control {
                 system_namespace: args.system_namespace,
             },
             objects.clone(),
+            async move {
+                if let Some(health) = whole {
+                    health.complete().await;
+                }
+            },
         );
         let (metrics, registry) = (Metrics::new(), Registry::new());
         metrics.register(&registry, ca.clone(), snapshots.clone(), objects.clone());
+        if let Some(health) = &health {
+            health.register(&registry);
+        }
         let serving = Serving::new(ca.clone(), args.server_name)?;
         let tls = serving.config()?;
         let listen = |source| ServeError::Listen { address: args.listen, source };
@@ -139,7 +164,8 @@ impl Control {
         let address = listener.local_addr().map_err(listen)?;
         let admin = AdminServer::bind("admin", args.admin_addr)?;
         let admin_address = admin.local_addr();
-        let pages = admin::pages(&registry, ca.clone(), snapshots.clone(), objects.clone(), shutdown.clone());
+        let readiness = Readiness { shutdown: shutdown.clone(), known: known.clone(), health };
+        let pages = admin::pages(&registry, ca.clone(), snapshots.clone(), objects.clone(), readiness);
         let trust =
             Trust { bundles: ca.bundles(), trust_domain: args.trust_domain.clone(), renew_within: args.renewal_window };
         let certificates = Certificates {
@@ -180,7 +206,8 @@ impl Control {
             snapshots,
             policy_statuses,
             shutdown,
-            _watch: watch,
+            known,
+            feed,
         };
         Ok(Self { address, admin_address, parts })
     }
@@ -200,7 +227,8 @@ impl Control {
             snapshots,
             policy_statuses,
             shutdown,
-            _watch,
+            mut known,
+            feed: _feed,
         } = self.parts;
         tracing::info!(address = %self.address, admin = %self.admin_address, "control runs");
         let (ready, incoming) = mpsc::channel(INCOMING);
@@ -220,7 +248,16 @@ impl Control {
             tokio::time::sleep(STOP_LIMIT).await;
         };
         let (admin, pages) = admin;
-        let told = policy_status::tell(snapshots, policy_statuses, metrics.clone());
+        // Nobody is told less than there is.
+        let mut accept_when = known.clone();
+        let accepted = async {
+            let _ = accept_when.wait_for(|known| *known).await;
+            tls::accept(listener, tls, metrics.clone(), ready).await;
+        };
+        let told = async {
+            let _ = known.wait_for(|known| *known).await;
+            policy_status::tell(snapshots, policy_statuses, metrics.clone()).await;
+        };
         // All end with this function.
         let ended = tokio::select! {
             served = serve => match served {
@@ -233,7 +270,7 @@ impl Control {
                 Ok(())
             }
             () = told => Err("what becomes of policies is no longer told".to_owned()),
-            () = tls::accept(listener, tls, metrics, ready) => Err("nothing is accepted any more".to_owned()),
+            () = accepted => Err("nothing is accepted any more".to_owned()),
             () = admin.serve(pages, std::future::pending()) => Err("the admin server has ended".to_owned()),
             () = tend(&ca, &serving, root_cert.as_deref()) => Err("the authority is no longer looked after".to_owned()),
         };
@@ -247,7 +284,7 @@ fn policy_statuses(args: &ServeArgs) -> Result<Option<PolicyStatusFolder>, Serve
     let fail = |reason: String| ServeError::PolicyStatus { path: path.clone(), reason };
     let folder = PolicyStatusFolder::open(path.clone()).map_err(|e| fail(format!("cannot be made: {e}")))?;
     let real = |path: &Path| path.canonicalize().ok();
-    for (setting, other) in [("--manifests", Some(&args.manifests)), ("--status-dir", args.status_dir.as_ref())] {
+    for (setting, other) in [("--manifests", args.manifests.as_ref()), ("--status-dir", args.status_dir.as_ref())] {
         if other.is_some_and(|other| real(other) == real(path)) {
             return Err(fail(format!("is that of {setting}, expected a folder of its own")));
         }
@@ -255,13 +292,47 @@ fn policy_statuses(args: &ServeArgs) -> Result<Option<PolicyStatusFolder>, Serve
     Ok(Some(folder))
 }
 
-/// Keeps the model up to date with the objects. Ends with their source.
-fn follow(settings: ModelSettings, mut objects: watch::Receiver<Arc<Objects>>) -> watch::Receiver<Snapshot> {
+impl Feed {
+    async fn folder(manifests: PathBuf, status: Option<PathBuf>) -> Result<Self, ServeError> {
+        let folders = Folders { manifests, status };
+        // Reads a lot of files.
+        let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
+        let ended =
+            |e: tokio::task::JoinError| ServeError::Ended { what: "reading the manifests", reason: e.to_string() };
+        Ok(Self::Folder(watch.map_err(ended)??))
+    }
+
+    fn objects(&self) -> watch::Receiver<Arc<Objects>> {
+        match self {
+            Self::Folder(watch) => watch.objects(),
+            Self::Kubernetes(source) => source.objects(),
+        }
+    }
+
+    fn health(&self) -> Option<Arc<Health>> {
+        match self {
+            Self::Folder(_) => None,
+            Self::Kubernetes(source) => Some(source.health()),
+        }
+    }
+}
+
+/// Keeps the model up to date with the objects, from when they are complete: the second value tells when its first
+/// snapshot is there. Ends with the objects' source.
+fn follow(
+    settings: ModelSettings,
+    mut objects: watch::Receiver<Arc<Objects>>,
+    complete: impl Future<Output = ()> + Send + 'static,
+) -> (watch::Receiver<Snapshot>, watch::Receiver<bool>) {
     let mut model = Model::new(settings);
-    let first = objects.borrow_and_update().clone();
-    model.update(first);
     let (publish, snapshots) = watch::channel(model.snapshot());
+    let (tell, known) = watch::channel(false);
     tokio::spawn(async move {
+        complete.await;
+        let first = objects.borrow_and_update().clone();
+        model.update(first);
+        publish.send_replace(model.snapshot());
+        tell.send_replace(true);
         while objects.changed().await.is_ok() {
             gather(&mut objects).await;
             let newer = objects.borrow_and_update().clone();
@@ -273,7 +344,7 @@ fn follow(settings: ModelSettings, mut objects: watch::Receiver<Arc<Objects>>) -
             }
         }
     });
-    snapshots
+    (snapshots, known)
 }
 
 /// A burst of changes is one: waits until it is quiet, or long enough.

@@ -72,14 +72,36 @@ pub enum CheckOutput {
     Json,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SourceKind {
+    /// A folder of manifests.
+    Manifests,
+    /// The API server.
+    Kubernetes,
+}
+
 /// Flags and environment of `control serve`.
 #[derive(Debug, Clone, Args)]
 pub struct ServeArgs {
-    /// Folder of Kubernetes manifests, watched. Required.
-    #[arg(long, env = "MANIFESTS", value_name = "MANIFESTS", value_parser = folder)]
-    pub manifests: PathBuf,
-    /// Folder of the agents' status files; it may come later. Default: none, then nothing is captured but what
-    /// annotations say.
+    /// Where the cluster's objects come from. With kubernetes, this pod's service account is used, or --kubeconfig.
+    #[arg(long, env = "SOURCE", value_name = "SOURCE", value_enum, default_value = "manifests")]
+    pub source: SourceKind,
+    /// Folder of Kubernetes manifests, watched. Required with the source manifests.
+    #[arg(
+        long,
+        env = "MANIFESTS",
+        value_name = "MANIFESTS",
+        value_parser = folder,
+        required_unless_present = "source",
+        required_if_eq("source", "manifests")
+    )]
+    pub manifests: Option<PathBuf>,
+    /// File that tells where the API server is and who we are, with the source kubernetes; its current context counts.
+    /// Default: what the pod that this runs in is given.
+    #[arg(long, env = "KUBECONFIG", value_name = "KUBECONFIG")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Folder of the agents' status files, with the source manifests; it may come later. Default: none, then nothing is
+    /// captured but what annotations say.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR")]
     pub status_dir: Option<PathBuf>,
     /// Folder that the status of each policy is written to, made if missing; neither of the two others. Default: none,
@@ -347,6 +369,7 @@ mod tests {
             ("--renewal-window", "2d", "1s to 24h"),
             ("--token-audience", "", "without blanks"),
             ("--log-format", "xml", "plain, json"),
+            ("--source", "etcd", "manifests, kubernetes"),
         ] {
             let args = REQUIRED.iter().copied().chain([setting, value]);
             let args = args.skip_while(|a| setting == "--manifests" && *a != "serve");
@@ -363,6 +386,20 @@ mod tests {
         for setting in ["--manifests", "--ca-dir", "--service-account-key"] {
             assert!(error.contains(setting), "{error}");
         }
+    }
+
+    #[test]
+    fn a_folder_of_manifests_is_wanted_where_they_are_the_source() {
+        let parse = |source: &[&'static str]| {
+            let rest = ["control", "serve", "--ca-dir", "/x", "--service-account-key", "/x"];
+            Cli::try_parse_from(rest.into_iter().chain(source.iter().copied())).map_err(|e| e.to_string())
+        };
+        for source in [&[][..], &["--source", "manifests"]] {
+            let error = parse(source).unwrap_err();
+            assert!(error.contains("--manifests"), "{error}");
+        }
+        let Command::Serve(args) = parse(&["--source", "kubernetes"]).unwrap().command else { panic!() };
+        assert_eq!((args.source, args.manifests, args.kubeconfig), (SourceKind::Kubernetes, None, None));
     }
 
     #[test]

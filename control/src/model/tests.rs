@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use ztunnel::manifests::{ObjectName, Objects, PodRef, PodStatus, Redirection, SecurityPolicy};
+use ztunnel::manifests::{ObjectName, Objects, PodRef, PodStatus, Redirection, SecurityKind, SecurityPolicy};
 use ztunnel::proto::workload as wire;
 
 use super::*;
+use crate::kubernetes;
 use crate::policy::State;
 
 #[test]
@@ -388,13 +389,14 @@ fn the_label_of_the_system_namespace_names_the_network() {
 #[test]
 fn a_foreign_trust_domain_and_cluster_are_spelled_out() {
     let mut cluster = Cluster::new();
-    cluster.model = Model::new(ModelSettings {
+    let abroad = ModelSettings {
         cluster_id: "c2".into(),
         cluster_domain: "k8s.example".into(),
         trust_domain: TrustDomain::new("prod.example"),
         system_namespace: "understory-system".into(),
         root_namespace: "understory-system".into(),
-    });
+    };
+    (cluster.model, cluster.pruned) = (Model::new(abroad.clone()), Model::new(abroad));
     cluster.put(pod("a", json!({"app": "cart"})));
     cluster.put(cart(json!([])));
     let snapshot = cluster.snapshot();
@@ -584,11 +586,13 @@ pub(crate) const CART: &str = "shop/cart.shop.svc.cluster.local";
 pub(crate) struct Cluster {
     pub(crate) objects: Objects,
     model: Model,
+    /// The same objects as the API server's source keeps them: what is served must be the same.
+    pruned: Model,
 }
 
 impl Cluster {
     pub(crate) fn new() -> Self {
-        Self { objects: Objects::default(), model: Model::new(settings()) }
+        Self { objects: Objects::default(), model: Model::new(settings()), pruned: Model::new(settings()) }
     }
 
     pub(crate) fn put(&mut self, object: Value) {
@@ -613,7 +617,14 @@ impl Cluster {
     }
 
     pub(crate) fn update(&mut self) -> Option<Snapshot> {
-        self.model.update(Arc::new(self.objects.clone()))
+        let snapshot = self.model.update(Arc::new(self.objects.clone()));
+        self.pruned.update(Arc::new(as_read_from_the_api_server(&self.objects)));
+        let (whole, pruned) = (self.model.snapshot(), self.pruned.snapshot());
+        for set in [Set::Addresses, Set::Authorizations] {
+            assert_eq!(whole.changes_since(&pruned, set).count(), 0, "another source, other {set:?}");
+        }
+        assert_eq!((&whole.policies, &whole.problems), (&pruned.policies, &pruned.problems));
+        snapshot
     }
 
     pub(crate) fn snapshot(&mut self) -> Snapshot {
@@ -685,6 +696,31 @@ impl Cluster {
             }
         }
     }
+}
+
+fn as_read_from_the_api_server(objects: &Objects) -> Objects {
+    let mut kept = Objects { statuses: objects.statuses.clone(), ..Objects::default() };
+    let mut keep = |kind, value| {
+        let (key, object) = kubernetes::read(kind, "v1", value);
+        kept.put(key.unwrap(), object.unwrap());
+    };
+    objects.namespaces.values().for_each(|o| keep(kubernetes::Kind::Namespace, json!(**o)));
+    objects.nodes.values().for_each(|o| keep(kubernetes::Kind::Node, json!(**o)));
+    objects.pods.values().for_each(|o| keep(kubernetes::Kind::Pod, json!(**o)));
+    objects.services.values().for_each(|o| keep(kubernetes::Kind::Service, json!(**o)));
+    objects.endpoint_slices.values().for_each(|o| keep(kubernetes::Kind::EndpointSlice, json!(**o)));
+    for (kind, policies) in [
+        (SecurityKind::PeerAuthentication, &objects.peer_authentications),
+        (SecurityKind::AuthorizationPolicy, &objects.authorization_policies),
+    ] {
+        for policy in policies.values() {
+            keep(
+                kubernetes::Kind::Security(kind),
+                json!({"metadata": policy.metadata, "spec": policy.spec.clone().unwrap()}),
+            );
+        }
+    }
+    kept
 }
 
 fn security_policy(mut object: Value) -> SecurityPolicy {

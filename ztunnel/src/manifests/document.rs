@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, LazyLock, Mutex};
 
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Service, ServiceAccount};
+use k8s_openapi::api::core::v1::{Pod, Service, ServiceAccount};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
@@ -15,23 +15,9 @@ use serde::de::DeserializeOwned;
 use super::DEFAULT_NAMESPACE;
 use super::fields::Fields;
 use super::locate::{self, FieldPath};
-use super::objects::{ObjectKey, ObjectName};
+use super::objects::{Object, ObjectKey, ObjectName};
 use super::security::{self, SecurityKind, SecurityPolicy, is_name};
 use super::status::{PodStatus, is_uid};
-
-/// An object of a kind that the mesh reads.
-#[derive(Debug, Clone)]
-pub(super) enum Object {
-    Namespace(Arc<Namespace>),
-    Node(Arc<Node>),
-    Pod(Arc<Pod>),
-    ServiceAccount(Arc<ServiceAccount>),
-    Service(Arc<Service>),
-    EndpointSlice(Arc<EndpointSlice>),
-    PeerAuthentication(Arc<SecurityPolicy>),
-    AuthorizationPolicy(Arc<SecurityPolicy>),
-    Status(Arc<PodStatus>),
-}
 
 /// One document of a file, and what became of it.
 #[derive(Debug, Clone)]
@@ -96,39 +82,6 @@ pub(super) fn read(text: &str, format: Format, stem: &str, older: &[Document]) -
         documents.push(document);
     }
     documents
-}
-
-impl Object {
-    /// Whether both are the same object with the same content.
-    pub fn same(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Namespace(a), Self::Namespace(b)) => a == b,
-            (Self::Node(a), Self::Node(b)) => a == b,
-            (Self::Pod(a), Self::Pod(b)) => a == b,
-            (Self::ServiceAccount(a), Self::ServiceAccount(b)) => a == b,
-            (Self::Service(a), Self::Service(b)) => a == b,
-            (Self::EndpointSlice(a), Self::EndpointSlice(b)) => a == b,
-            (Self::PeerAuthentication(a), Self::PeerAuthentication(b)) => a == b,
-            (Self::AuthorizationPolicy(a), Self::AuthorizationPolicy(b)) => a == b,
-            (Self::Status(a), Self::Status(b)) => a == b,
-            _ => false,
-        }
-    }
-
-    pub fn policy(kind: SecurityKind, policy: SecurityPolicy) -> Self {
-        match kind {
-            SecurityKind::PeerAuthentication => Self::PeerAuthentication(Arc::new(policy)),
-            SecurityKind::AuthorizationPolicy => Self::AuthorizationPolicy(Arc::new(policy)),
-        }
-    }
-
-    /// Whether it only stands for a policy that cannot be read.
-    pub fn is_stand_in(&self) -> bool {
-        match self {
-            Self::PeerAuthentication(policy) | Self::AuthorizationPolicy(policy) => policy.spec.is_err(),
-            _ => false,
-        }
-    }
 }
 
 /// A document's text with what is needed to name a line of the file.

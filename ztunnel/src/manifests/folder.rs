@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::document::{self, Document, Fault, Format, Object};
-use super::objects::{ObjectKey, Problem};
+use super::document::{self, Document, Fault, Format};
+use super::objects::{Object, ObjectKey, Problem};
 use super::security::{self, SecurityKind, SecurityPolicy};
 
 /// The state of a folder's files.

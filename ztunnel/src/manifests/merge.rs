@@ -8,9 +8,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::document::Object;
 use super::folder::{FileChange, GRACE};
-use super::objects::{ObjectKey, Objects, Problem};
+use super::objects::{Object, ObjectKey, Objects, Problem};
 
 #[derive(Debug, Default)]
 pub(super) struct Merge {
@@ -55,7 +54,7 @@ impl Merge {
         let due: Vec<_> = self.leaving.iter().filter(|(_, at)| **at <= now).map(|(key, _)| key.clone()).collect();
         for key in due {
             self.leaving.remove(&key);
-            self.remove(&key);
+            self.changed |= self.objects.remove(&key);
         }
     }
 
@@ -113,65 +112,6 @@ impl Merge {
     }
 
     fn put(&mut self, key: ObjectKey, object: Object) {
-        if self.get(&key).is_some_and(|held| held.same(&object)) {
-            return;
-        }
-        let o = &mut self.objects;
-        match (key, object) {
-            (ObjectKey::Namespace(key), Object::Namespace(object)) => drop(o.namespaces.insert(key, object)),
-            (ObjectKey::Node(key), Object::Node(object)) => drop(o.nodes.insert(key, object)),
-            (ObjectKey::Pod(key), Object::Pod(object)) => drop(o.pods.insert(key, object)),
-            (ObjectKey::ServiceAccount(key), Object::ServiceAccount(object)) => {
-                drop(o.service_accounts.insert(key, object));
-            }
-            (ObjectKey::Service(key), Object::Service(object)) => drop(o.services.insert(key, object)),
-            (ObjectKey::EndpointSlice(key), Object::EndpointSlice(object)) => {
-                drop(o.endpoint_slices.insert(key, object));
-            }
-            (ObjectKey::PeerAuthentication(key), Object::PeerAuthentication(object)) => {
-                drop(o.peer_authentications.insert(key, object));
-            }
-            (ObjectKey::AuthorizationPolicy(key), Object::AuthorizationPolicy(object)) => {
-                drop(o.authorization_policies.insert(key, object));
-            }
-            (ObjectKey::Status(key), Object::Status(object)) => drop(o.statuses.insert(key, object)),
-            (key, object) => unreachable!("{key} made from the kind of {object:?}"),
-        }
-        self.changed = true;
-    }
-
-    fn get(&self, key: &ObjectKey) -> Option<Object> {
-        let o = &self.objects;
-        match key {
-            ObjectKey::Namespace(key) => o.namespaces.get(key).cloned().map(Object::Namespace),
-            ObjectKey::Node(key) => o.nodes.get(key).cloned().map(Object::Node),
-            ObjectKey::Pod(key) => o.pods.get(key).cloned().map(Object::Pod),
-            ObjectKey::ServiceAccount(key) => o.service_accounts.get(key).cloned().map(Object::ServiceAccount),
-            ObjectKey::Service(key) => o.services.get(key).cloned().map(Object::Service),
-            ObjectKey::EndpointSlice(key) => o.endpoint_slices.get(key).cloned().map(Object::EndpointSlice),
-            ObjectKey::PeerAuthentication(key) => {
-                o.peer_authentications.get(key).cloned().map(Object::PeerAuthentication)
-            }
-            ObjectKey::AuthorizationPolicy(key) => {
-                o.authorization_policies.get(key).cloned().map(Object::AuthorizationPolicy)
-            }
-            ObjectKey::Status(key) => o.statuses.get(key).cloned().map(Object::Status),
-        }
-    }
-
-    fn remove(&mut self, key: &ObjectKey) {
-        let o = &mut self.objects;
-        let was_there = match key {
-            ObjectKey::Namespace(key) => o.namespaces.remove(key).is_some(),
-            ObjectKey::Node(key) => o.nodes.remove(key).is_some(),
-            ObjectKey::Pod(key) => o.pods.remove(key).is_some(),
-            ObjectKey::ServiceAccount(key) => o.service_accounts.remove(key).is_some(),
-            ObjectKey::Service(key) => o.services.remove(key).is_some(),
-            ObjectKey::EndpointSlice(key) => o.endpoint_slices.remove(key).is_some(),
-            ObjectKey::PeerAuthentication(key) => o.peer_authentications.remove(key).is_some(),
-            ObjectKey::AuthorizationPolicy(key) => o.authorization_policies.remove(key).is_some(),
-            ObjectKey::Status(key) => o.statuses.remove(key).is_some(),
-        };
-        self.changed |= was_there;
+        self.changed |= self.objects.put(key, object);
     }
 }

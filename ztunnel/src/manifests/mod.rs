@@ -1,4 +1,5 @@
-//! Kubernetes objects from a watched folder of manifests, for where there is no API server.
+//! Kubernetes objects: what they are to the mesh, and how they come from a watched folder of manifests, for where there
+//! is no API server.
 //!
 //! Where objects come from has two ends: a source publishes [`Objects`] into a `watch` channel, a consumer takes the
 //! `watch::Receiver<Arc<Objects>>` and knows nothing of the source. [`watch`] is the folder as a source.
@@ -20,7 +21,7 @@ mod watch;
 
 pub use files::Files;
 pub use locate::FieldPath;
-pub use objects::{Changes, ObjectKey, ObjectName, Objects, Problem};
+pub use objects::{Changes, Object, ObjectKey, ObjectName, Objects, Problem};
 pub use security::{SecurityKind, SecurityPolicy};
 pub use status::{PodRef, PodStatus, Redirection, StatusError, StatusFolder};
 pub use watch::{Folders, Watch, WatchError, watch};

@@ -12,7 +12,7 @@ use imbl::ordmap::DiffItem;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Service, ServiceAccount};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 
-use super::security::SecurityPolicy;
+use super::security::{SecurityKind, SecurityPolicy};
 use super::status::{PodStatus, Redirection};
 
 /// Everything that is known, at one moment. Cloning costs nothing worth mentioning.
@@ -57,6 +57,20 @@ pub enum ObjectKey {
     AuthorizationPolicy(ObjectName),
     /// By the pod's uid.
     Status(Arc<str>),
+}
+
+/// An object of a kind that the mesh reads.
+#[derive(Debug, Clone)]
+pub enum Object {
+    Namespace(Arc<Namespace>),
+    Node(Arc<Node>),
+    Pod(Arc<Pod>),
+    ServiceAccount(Arc<ServiceAccount>),
+    Service(Arc<Service>),
+    EndpointSlice(Arc<EndpointSlice>),
+    PeerAuthentication(Arc<SecurityPolicy>),
+    AuthorizationPolicy(Arc<SecurityPolicy>),
+    Status(Arc<PodStatus>),
 }
 
 /// Something in the source that could not be used. What was good before is still served.
@@ -157,6 +171,68 @@ impl Objects {
             statuses: changed(&older.statuses, &self.statuses),
         }
     }
+
+    /// Takes an object in, unless the same is there; whether something is another now. Key and object must be of one
+    /// kind.
+    pub fn put(&mut self, key: ObjectKey, object: Object) -> bool {
+        if self.get(&key).is_some_and(|held| held.same(&object)) {
+            return false;
+        }
+        match (key, object) {
+            (ObjectKey::Namespace(key), Object::Namespace(object)) => drop(self.namespaces.insert(key, object)),
+            (ObjectKey::Node(key), Object::Node(object)) => drop(self.nodes.insert(key, object)),
+            (ObjectKey::Pod(key), Object::Pod(object)) => drop(self.pods.insert(key, object)),
+            (ObjectKey::ServiceAccount(key), Object::ServiceAccount(object)) => {
+                drop(self.service_accounts.insert(key, object));
+            }
+            (ObjectKey::Service(key), Object::Service(object)) => drop(self.services.insert(key, object)),
+            (ObjectKey::EndpointSlice(key), Object::EndpointSlice(object)) => {
+                drop(self.endpoint_slices.insert(key, object));
+            }
+            (ObjectKey::PeerAuthentication(key), Object::PeerAuthentication(object)) => {
+                drop(self.peer_authentications.insert(key, object));
+            }
+            (ObjectKey::AuthorizationPolicy(key), Object::AuthorizationPolicy(object)) => {
+                drop(self.authorization_policies.insert(key, object));
+            }
+            (ObjectKey::Status(key), Object::Status(object)) => drop(self.statuses.insert(key, object)),
+            (key, object) => unreachable!("{key} made from the kind of {object:?}"),
+        }
+        true
+    }
+
+    pub fn get(&self, key: &ObjectKey) -> Option<Object> {
+        match key {
+            ObjectKey::Namespace(key) => self.namespaces.get(key).cloned().map(Object::Namespace),
+            ObjectKey::Node(key) => self.nodes.get(key).cloned().map(Object::Node),
+            ObjectKey::Pod(key) => self.pods.get(key).cloned().map(Object::Pod),
+            ObjectKey::ServiceAccount(key) => self.service_accounts.get(key).cloned().map(Object::ServiceAccount),
+            ObjectKey::Service(key) => self.services.get(key).cloned().map(Object::Service),
+            ObjectKey::EndpointSlice(key) => self.endpoint_slices.get(key).cloned().map(Object::EndpointSlice),
+            ObjectKey::PeerAuthentication(key) => {
+                self.peer_authentications.get(key).cloned().map(Object::PeerAuthentication)
+            }
+            ObjectKey::AuthorizationPolicy(key) => {
+                self.authorization_policies.get(key).cloned().map(Object::AuthorizationPolicy)
+            }
+            ObjectKey::Status(key) => self.statuses.get(key).cloned().map(Object::Status),
+        }
+    }
+
+    /// Takes an object out; whether it was there.
+    pub fn remove(&mut self, key: &ObjectKey) -> bool {
+        match key {
+            ObjectKey::Namespace(key) => self.namespaces.remove(key).is_some(),
+            ObjectKey::Node(key) => self.nodes.remove(key).is_some(),
+            ObjectKey::Pod(key) => self.pods.remove(key).is_some(),
+            ObjectKey::ServiceAccount(key) => self.service_accounts.remove(key).is_some(),
+            ObjectKey::Service(key) => self.services.remove(key).is_some(),
+            ObjectKey::EndpointSlice(key) => self.endpoint_slices.remove(key).is_some(),
+            ObjectKey::PeerAuthentication(key) => self.peer_authentications.remove(key).is_some(),
+            ObjectKey::AuthorizationPolicy(key) => self.authorization_policies.remove(key).is_some(),
+            ObjectKey::Status(key) => self.statuses.remove(key).is_some(),
+        }
+    }
 }
 
 impl ObjectName {
@@ -203,6 +279,39 @@ impl fmt::Display for Problem {
             write!(f, ": {object}")?;
         }
         write!(f, ": {}", self.reason)
+    }
+}
+
+impl Object {
+    /// Whether both are the same object with the same content.
+    pub fn same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Namespace(a), Self::Namespace(b)) => a == b,
+            (Self::Node(a), Self::Node(b)) => a == b,
+            (Self::Pod(a), Self::Pod(b)) => a == b,
+            (Self::ServiceAccount(a), Self::ServiceAccount(b)) => a == b,
+            (Self::Service(a), Self::Service(b)) => a == b,
+            (Self::EndpointSlice(a), Self::EndpointSlice(b)) => a == b,
+            (Self::PeerAuthentication(a), Self::PeerAuthentication(b)) => a == b,
+            (Self::AuthorizationPolicy(a), Self::AuthorizationPolicy(b)) => a == b,
+            (Self::Status(a), Self::Status(b)) => a == b,
+            _ => false,
+        }
+    }
+
+    pub fn policy(kind: SecurityKind, policy: SecurityPolicy) -> Self {
+        match kind {
+            SecurityKind::PeerAuthentication => Self::PeerAuthentication(Arc::new(policy)),
+            SecurityKind::AuthorizationPolicy => Self::AuthorizationPolicy(Arc::new(policy)),
+        }
+    }
+
+    /// Whether it only stands for a policy that cannot be read.
+    pub fn is_stand_in(&self) -> bool {
+        match self {
+            Self::PeerAuthentication(policy) | Self::AuthorizationPolicy(policy) => policy.spec.is_err(),
+            _ => false,
+        }
     }
 }
 

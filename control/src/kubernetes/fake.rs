@@ -1,0 +1,224 @@
+//! An API server for tests of what a real one cannot be made to do at will: lists and watches of what it is given.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+pub(crate) struct FakeServer {
+    pub address: SocketAddr,
+    state: Arc<Mutex<FakeState>>,
+    /// Ends all connections when it is dropped.
+    _serving: JoinSet<()>,
+}
+
+#[derive(Default)]
+pub(crate) struct FakeState {
+    version: u64,
+    /// By path of the list, then namespace/name.
+    objects: BTreeMap<String, BTreeMap<String, Value>>,
+    watches: Vec<(String, mpsc::UnboundedSender<String>)>,
+    /// Watches from before this version are told that it is gone.
+    oldest: u64,
+    /// Group → version → plurals.
+    groups: HashMap<String, BTreeMap<String, Vec<String>>>,
+    starting: bool,
+    /// Answers by path, in place of what would be answered.
+    pub answers: HashMap<String, (u16, Value)>,
+    pub requests: Vec<String>,
+}
+
+impl FakeServer {
+    pub async fn start() -> Self {
+        Self::start_at("127.0.0.1:0".parse().unwrap(), Arc::default()).await
+    }
+
+    async fn start_at(address: SocketAddr, state: Arc<Mutex<FakeState>>) -> Self {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.set_reuseaddr(true).unwrap();
+        socket.bind(address).unwrap();
+        let listener: TcpListener = socket.listen(64).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut serving = JoinSet::new();
+        let of = state.clone();
+        serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                connections.spawn(serve(stream, of.clone()));
+            }
+        });
+        Self { address, state, _serving: serving }
+    }
+
+    /// Away for as long as `meanwhile` takes.
+    pub async fn restart(self, meanwhile: impl AsyncFnOnce(&Mutex<FakeState>)) -> Self {
+        let (address, state) = (self.address, self.state.clone());
+        drop(self);
+        state.lock().unwrap().watches.clear();
+        meanwhile(&state).await;
+        Self::start_at(address, state).await
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, FakeState> {
+        self.state.lock().unwrap()
+    }
+}
+
+impl FakeState {
+    pub fn put(&mut self, path: &str, mut object: Value) {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        let before = self.objects.entry(path.into()).or_default().insert(name_of(&object), object.clone());
+        self.tell(path, if before.is_some() { "MODIFIED" } else { "ADDED" }, &object);
+    }
+
+    pub fn delete(&mut self, path: &str, name: &str) {
+        self.version += 1;
+        let mut object = self.objects.get_mut(path).unwrap().remove(name).unwrap();
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        self.tell(path, "DELETED", &object);
+    }
+
+    /// Forgets what changed until now: who has not heard of it never will.
+    pub fn compact(&mut self) {
+        self.version += 1;
+        self.oldest = self.version;
+    }
+
+    /// Ends all watches.
+    pub fn end_watches(&mut self) {
+        self.watches.clear();
+    }
+
+    pub fn serve_kind(&mut self, group: &str, version: &str, plural: &str) {
+        self.groups.entry(group.into()).or_default().entry(version.into()).or_default().push(plural.into());
+    }
+
+    pub fn is_starting(&mut self, starting: bool) {
+        self.starting = starting;
+    }
+
+    fn tell(&mut self, path: &str, kind: &str, object: &Value) {
+        let line = json!({"type": kind, "object": object}).to_string() + "\n";
+        self.watches.retain(|(of, to)| of != path || to.send(line.clone()).is_ok());
+    }
+
+    fn answer(&self, path: &str, query: &HashMap<String, String>) -> (u16, Value) {
+        if let Some(answer) = self.answers.get(path) {
+            return answer.clone();
+        }
+        if path == "/readyz" {
+            return if self.starting { (500, json!("starting")) } else { (200, json!("ok")) };
+        }
+        let not_found = (404, json!({"kind": "Status", "code": 404, "message": "not found", "reason": "NotFound"}));
+        let parts: Vec<&str> = path.split('/').skip(1).collect();
+        match parts[..] {
+            ["apis", group] => match self.groups.get(group) {
+                Some(versions) => {
+                    let versions: Vec<_> = versions.keys().map(|v| json!({"version": v})).collect();
+                    (200, json!({"kind": "APIGroup", "versions": versions}))
+                }
+                None => not_found,
+            },
+            ["apis", group, version] => match self.groups.get(group).and_then(|versions| versions.get(version)) {
+                Some(plurals) => {
+                    let resources: Vec<_> = plurals.iter().map(|p| json!({"name": p})).collect();
+                    (200, json!({"kind": "APIResourceList", "resources": resources}))
+                }
+                None => not_found,
+            },
+            _ => {
+                let from: usize = query.get("continue").map_or(0, |from| from.parse().unwrap());
+                let all: Vec<&Value> = self.objects.get(path).into_iter().flat_map(|o| o.values()).collect();
+                let page: Vec<&Value> = all.iter().skip(from).take(PAGE).copied().collect();
+                let more = if from + PAGE < all.len() { (from + PAGE).to_string() } else { String::new() };
+                let meta = json!({"resourceVersion": self.version.to_string(), "continue": more});
+                (200, json!({"kind": "List", "metadata": meta, "items": page}))
+            }
+        }
+    }
+}
+
+async fn serve(stream: TcpStream, state: Arc<Mutex<FakeState>>) {
+    let mut stream = BufReader::new(stream);
+    loop {
+        let mut head = Vec::new();
+        loop {
+            let mut line = String::new();
+            if stream.read_line(&mut line).await.unwrap_or(0) == 0 {
+                return;
+            }
+            if line == "\r\n" {
+                break;
+            }
+            head.push(line);
+        }
+        let target = head[0].split(' ').nth(1).unwrap().to_owned();
+        let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+        let query: HashMap<String, String> =
+            query.split('&').filter_map(|pair| pair.split_once('=')).map(|(k, v)| (k.into(), v.into())).collect();
+        state.lock().unwrap().requests.push(target.clone());
+        if query.contains_key("watch") {
+            return watch(stream, path, &query, &state).await;
+        }
+        let (code, body) = state.lock().unwrap().answer(path, &query);
+        let body = body.to_string();
+        let text = format!(
+            "HTTP/1.1 {code} X\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        if stream.write_all(text.as_bytes()).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn watch(
+    mut stream: BufReader<TcpStream>,
+    path: &str,
+    query: &HashMap<String, String>,
+    state: &Mutex<FakeState>,
+) {
+    let (send, mut lines) = mpsc::unbounded_channel();
+    {
+        let mut state = state.lock().unwrap();
+        let from: u64 = query["resourceVersion"].parse().unwrap();
+        if from < state.oldest {
+            let status = json!({"kind": "Status", "code": 410, "message": "too old", "reason": "Expired"});
+            let _ = send.send(json!({"type": "ERROR", "object": status}).to_string() + "\n");
+        } else {
+            // What came since; it does not remember what went.
+            for object in state.objects.get(path).into_iter().flat_map(|o| o.values()) {
+                let version: u64 = object["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap();
+                if version > from {
+                    let _ = send.send(json!({"type": "ADDED", "object": object}).to_string() + "\n");
+                }
+            }
+            state.watches.push((path.to_owned(), send));
+        }
+    }
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n";
+    if stream.write_all(head.as_bytes()).await.is_err() {
+        return;
+    }
+    while let Some(line) = lines.recv().await {
+        if stream.write_all(format!("{:x}\r\n{line}\r\n", line.len()).as_bytes()).await.is_err() {
+            return;
+        }
+    }
+    let _ = stream.write_all(b"0\r\n\r\n").await;
+}
+
+fn name_of(object: &Value) -> String {
+    let meta = &object["metadata"];
+    format!("{}/{}", meta["namespace"].as_str().unwrap_or_default(), meta["name"].as_str().unwrap_or_default())
+}
+
+/// Objects in an answer: few, so that lists have several.
+const PAGE: usize = 2;

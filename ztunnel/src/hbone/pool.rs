@@ -101,7 +101,8 @@ impl<E: Clone> Pool<E> {
                     }
                     None => {
                         dials += 1;
-                        peer.connect(dial(), key, self).await?;
+                        // Apart: most streams find a tunnel, and need not carry the room for making one.
+                        Box::pin(peer.connect(dial(), key, self)).await?;
                     }
                 }
                 continue;

@@ -94,6 +94,7 @@ pub fn workload(from: &wire::Workload, strings: &mut Interner) -> Result<Workloa
         host_network,
         application_tunnel,
         policies: from.authorization_policies.iter().map(|p| strings.get(p)).collect(),
+        identity: Default::default(),
     };
     let locality = match &from.locality {
         None => Locality::default(),

@@ -362,3 +362,15 @@ proptest! {
         prop_assert_eq!(view(&mesh), view(&rebuilt));
     }
 }
+
+/// The identity is kept once it was asked for; it must follow the fields that it is made of.
+#[test]
+fn a_copy_with_another_service_account_has_another_identity() {
+    let one = convert_workload(&pod("one", "10.0.0.1", &[]), &mut Interner::default()).unwrap();
+    let before = one.identity();
+    let common = Common { service_account: "other".into(), ..(*one.common).clone() };
+    let other = Workload { common: common.into(), ..one.clone() };
+    assert_eq!(other.identity().service_account(), "other");
+    assert_eq!(one.identity(), before);
+    assert_ne!(*one.common, *other.common);
+}

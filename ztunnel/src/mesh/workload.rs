@@ -1,7 +1,8 @@
 //! A workload: a pod, or something else that has addresses and an identity.
 
+use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::few::Few;
 use crate::identity::{Identity, TrustDomain};
@@ -46,7 +47,13 @@ pub struct Common {
     pub application_tunnel: Option<ApplicationTunnel>,
     /// Names (`namespace/name`) of the selector policies that apply.
     pub policies: Box<[Arc<str>]>,
+    pub identity: MadeIdentity,
 }
+
+/// The identity that other fields make up, once it was asked for. No part of what is compared, and never copied: a copy
+/// may be given other fields.
+#[derive(Debug, Default)]
+pub struct MadeIdentity(OnceLock<Identity>);
 
 /// What the workloads of one node have in common.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -121,9 +128,27 @@ impl Workload {
     }
 
     pub fn identity(&self) -> Identity {
-        let Common { trust_domain, namespace, service_account, .. } = &*self.common;
-        Identity::new(trust_domain, namespace, service_account)
+        let Common { trust_domain, namespace, service_account, identity, .. } = &*self.common;
+        identity.0.get_or_init(|| Identity::new(trust_domain, namespace, service_account)).clone()
     }
+}
+
+impl Clone for MadeIdentity {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
+impl PartialEq for MadeIdentity {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for MadeIdentity {}
+
+impl Hash for MadeIdentity {
+    fn hash<H: Hasher>(&self, _: &mut H) {}
 }
 
 /// The last part of a uid, which is the name of a pod.

@@ -34,6 +34,7 @@ pub(crate) fn workload(name: &str) -> Arc<Workload> {
             host_network: false,
             application_tunnel: None,
             policies: [].into(),
+            identity: Default::default(),
         }),
         place: Arc::new(Place {
             node: "".into(),

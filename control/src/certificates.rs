@@ -98,7 +98,7 @@ impl IstioCertificateService for Certificates {
         let started = Instant::now();
         let from = request.extensions().get::<Peer>().cloned();
         let peer = from.as_ref().map(Peer::address);
-        let caller = self.tokens.caller(request.metadata()).map_err(|error| {
+        let caller = self.tokens.caller(request.metadata()).await.map_err(|error| {
             // From outside the mesh's own: they must not fill the log.
             self.refused("unknown", peer, "unknown", &error.clone().into(), self.hush.speak());
             Status::from(error)
@@ -208,6 +208,11 @@ fn callers_node(objects: &Objects, caller: &Caller) -> Result<String, Refusal> {
         return Err(Refusal::OtherCaller { pod: name, what: "its service account" });
     }
     let node = pod.spec.as_ref().and_then(|s| s.node_name.clone()).filter(|node| !node.is_empty());
+    if let (Some(node), Some(said)) = (&node, &bound.node)
+        && node != said
+    {
+        return Err(Refusal::OtherCaller { pod: name, what: "its node" });
+    }
     node.filter(|_| !is_terminal(pod)).ok_or(Refusal::CallerGone(name))
 }
 

@@ -3,6 +3,7 @@
 pub mod admin;
 pub mod ca;
 pub mod ca_command;
+pub mod ca_secret;
 pub mod certificates;
 pub mod check;
 pub mod kubernetes;
@@ -11,6 +12,7 @@ pub mod metrics;
 pub mod model;
 pub mod policy;
 pub mod policy_status;
+pub mod root_config_maps;
 pub mod serve;
 pub mod settings;
 pub mod tls;

@@ -32,6 +32,7 @@ pub struct Metrics {
     certificates_refused: ByLabel,
     handshakes_failed: ByLabel,
     policy_statuses_unwritten: AtomicI64,
+    root_config_maps_unwritten: AtomicI64,
 }
 
 type ByLabel = Family<[(&'static str, &'static str); 1], Counter>;
@@ -58,6 +59,7 @@ impl Metrics {
             certificates_refused: Family::default(),
             handshakes_failed: Family::default(),
             policy_statuses_unwritten: AtomicI64::new(0),
+            root_config_maps_unwritten: AtomicI64::new(0),
         })
     }
 
@@ -112,6 +114,11 @@ impl Metrics {
     /// Status files of policies that could not be written.
     pub fn policy_statuses_unwritten(&self, count: usize) {
         self.policy_statuses_unwritten.store(count as i64, Ordering::Relaxed);
+    }
+
+    /// ConfigMaps with the roots that could not be written.
+    pub fn root_config_maps_unwritten(&self, count: usize) {
+        self.root_config_maps_unwritten.store(count as i64, Ordering::Relaxed);
     }
 
     /// Puts all that can be scraped into a registry.
@@ -193,11 +200,21 @@ impl Metrics {
             "Status files of policies still to be written",
             move || read(&of.policy_statuses_unwritten),
         );
+        let of = self.clone();
+        registry.gauge(
+            "understory_root_config_maps_unwritten",
+            "ConfigMaps with the roots still to be written",
+            move || read(&of.root_config_maps_unwritten),
+        );
         let (of, objects_of) = (snapshots.clone(), objects.clone());
-        registry.gauges("understory_manifest_problems", "What is wrong with manifests", move |samples| {
-            samples.add(&[("in", "files")], objects_of.borrow().problems().len() as f64);
-            samples.add(&[("in", "objects")], of.borrow().problems.len() as f64);
-        });
+        registry.gauges(
+            "understory_manifest_problems",
+            "Objects that are not used, or not as they are",
+            move |samples| {
+                samples.add(&[("in", "files")], objects_of.borrow().problems().len() as f64);
+                samples.add(&[("in", "objects")], of.borrow().problems.len() as f64);
+            },
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! Tells what becomes of policies: a log line for each change, and a file for each policy where a folder is named.
+//! Tells what becomes of policies: a log line for each change, a file for each policy where a folder is named, and the
+//! policy's own status where there is an API server.
 //!
 //! Must never hold up the model, nor let a reader see half a file.
 
@@ -21,6 +22,10 @@ use crate::ca::{beside, sweep_unfinished};
 use crate::metrics::Metrics;
 use crate::model::{PolicyStatus, Snapshot};
 use crate::policy::{Condition, State};
+
+mod conditions;
+
+pub use conditions::PolicyConditions;
 
 type Statuses = OrdMap<ObjectKey, Arc<PolicyStatus>>;
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 use ztunnel::files::read_small;
@@ -21,15 +22,17 @@ use ztunnel::telemetry::metrics::Metrics as Registry;
 
 use crate::admin::{self, Readiness};
 use crate::ca::{Ca, CaError, CaSettings, FolderWatch, write_whole};
+use crate::ca_secret::{CaSecret, CaSecretError};
 use crate::certificates::{Certificates, Rules};
-use crate::kubernetes::{Api, ConnectError, Health, Source};
+use crate::kubernetes::{Api, Candidate, ConnectError, Health, Source};
 use crate::limits::{Rate, Rates};
 use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
-use crate::policy_status::{self, PolicyStatusFolder};
+use crate::policy_status::{self, PolicyConditions, PolicyStatusFolder};
+use crate::root_config_maps::RootConfigMaps;
 use crate::settings::{ServeArgs, SourceKind};
 use crate::tls::{self, Serving};
-use crate::tokens::{KeyFile, KeyFileError, TokenSettings, Tokens};
+use crate::tokens::{Check, KeyFile, KeyFileError, Reviews, TokenSettings, Tokens};
 use crate::xds::{Discovery, Trust};
 
 /// Why control does not run. Each message names the setting.
@@ -37,6 +40,12 @@ use crate::xds::{Discovery, Trust};
 pub enum ServeError {
     #[error("--ca-dir: {0}")]
     Ca(#[from] CaError),
+    #[error("--ca-secret: {0}")]
+    CaSecret(#[from] CaSecretError),
+    #[error("--ca-secret {0}: it is only kept with --source kubernetes")]
+    NoSecrets(String),
+    #[error("the host's name cannot be had ({0}): expected --pod-name")]
+    PodName(io::Error),
     #[error("--leaf-ttl {life:?} is longer than --max-leaf-ttl {longest:?}: expected at most that")]
     LeafTtl { life: Duration, longest: Duration },
     #[error("--root-cert {}: cannot be written: {source}", path.display())]
@@ -57,6 +66,8 @@ pub enum ServeError {
     Listen { address: SocketAddr, source: io::Error },
     #[error("TLS cannot be set up: {0}")]
     Tls(#[from] rustls::Error),
+    #[error("stopped before the start was over")]
+    Stopped,
     #[error("{what} ended: {reason}")]
     Ended { what: &'static str, reason: String },
 }
@@ -84,6 +95,12 @@ struct Parts {
     shutdown: Shutdown,
     known: watch::Receiver<bool>,
     feed: Feed,
+    /// Of the authority, where it is kept in one.
+    secret: Option<CaSecret>,
+    /// What several replicas do once.
+    once: Option<Candidate>,
+    config_maps: Option<RootConfigMaps>,
+    conditions: Option<PolicyConditions>,
 }
 
 /// Where objects come from. Ends when it is dropped.
@@ -100,19 +117,33 @@ impl Control {
         if args.leaf_ttl > longest_life {
             return Err(ServeError::LeafTtl { life: args.leaf_ttl, longest: longest_life });
         }
-        let keys = KeyFile::open(&args.service_account_key)?;
+        let keys = args.service_account_key.as_deref().map(KeyFile::open).transpose()?;
         let policy_statuses = policy_statuses(&args)?;
         let api = match (args.source, &args.status_dir) {
             (SourceKind::Manifests, _) => None,
             (SourceKind::Kubernetes, Some(dir)) => return Err(ServeError::StatusDir(dir.clone())),
             (SourceKind::Kubernetes, None) => Some(Api::connect(args.kubeconfig.as_deref()).await?),
         };
-        let ca = Arc::new(Ca::open(CaSettings {
-            dir: args.ca_dir,
+        let ca_settings = CaSettings {
+            dir: args.ca_dir.clone(),
             trust_domain: args.trust_domain.clone(),
             longest_life,
             backdate: args.leaf_backdate,
-        })?);
+        };
+        let secret = match (args.ca_secret, &api) {
+            (None, _) => None,
+            (Some(name), None) => return Err(ServeError::NoSecrets(name)),
+            (Some(name), Some(api)) => {
+                Some(CaSecret { api: api.clone(), namespace: args.system_namespace.clone(), name, dir: args.ca_dir })
+            }
+        };
+        let ca = Arc::new(match &secret {
+            None => Ca::open(ca_settings)?,
+            Some(secret) => tokio::select! {
+                ca = secret.open(ca_settings) => ca?,
+                _ = shutdown.ordered() => return Err(ServeError::Stopped),
+            },
+        });
         let report = ca.report();
         tracing::info!(
             dir = report.dir,
@@ -130,9 +161,22 @@ impl Control {
             audience: args.token_audience,
             cluster_id: args.cluster_id.clone(),
         };
-        let tokens = Arc::new(Tokens::new(keys, settings));
-        let feed = match (api, args.manifests) {
-            (Some(api), _) => Feed::Kubernetes(Source::start(&api)),
+        let check = match (keys, &api) {
+            (Some(keys), _) => Check::Keys(keys),
+            (None, Some(api)) => Check::Reviews(Reviews::new(api.clone())),
+            // The arguments have been checked for it.
+            (None, None) => KeyFile::open(Path::new("")).map(Check::Keys)?,
+        };
+        let tokens = Arc::new(Tokens::new(check, settings));
+        let once = match &api {
+            Some(api) => {
+                let me = args.pod_name.map_or_else(host_name, Ok).map_err(ServeError::PodName)?;
+                Some(Candidate::new(api.clone(), args.system_namespace.clone(), LEASE, me))
+            }
+            None => None,
+        };
+        let feed = match (&api, args.manifests) {
+            (Some(api), _) => Feed::Kubernetes(Source::start(api)),
             (None, folder) => Feed::folder(folder.unwrap_or_default(), args.status_dir).await?,
         };
         let (objects, health) = (feed.objects(), feed.health());
@@ -166,6 +210,19 @@ impl Control {
         let admin_address = admin.local_addr();
         let readiness = Readiness { shutdown: shutdown.clone(), known: known.clone(), health };
         let pages = admin::pages(&registry, ca.clone(), snapshots.clone(), objects.clone(), readiness);
+        let conditions = api.clone().zip(once.as_ref()).map(|(api, once)| PolicyConditions {
+            api,
+            snapshots: snapshots.clone(),
+            leads: once.leads(),
+            metrics: metrics.clone(),
+        });
+        let config_maps = api.zip(once.as_ref()).map(|(api, once)| RootConfigMaps {
+            api,
+            ca: ca.clone(),
+            objects: objects.clone(),
+            leads: once.leads(),
+            metrics: metrics.clone(),
+        });
         let trust =
             Trust { bundles: ca.bundles(), trust_domain: args.trust_domain.clone(), renew_within: args.renewal_window };
         let certificates = Certificates {
@@ -208,6 +265,10 @@ impl Control {
             shutdown,
             known,
             feed,
+            secret,
+            once,
+            config_maps,
+            conditions,
         };
         Ok(Self { address, admin_address, parts })
     }
@@ -229,6 +290,10 @@ impl Control {
             shutdown,
             mut known,
             feed: _feed,
+            secret,
+            once,
+            config_maps,
+            conditions,
         } = self.parts;
         tracing::info!(address = %self.address, admin = %self.admin_address, "control runs");
         let (ready, incoming) = mpsc::channel(INCOMING);
@@ -254,6 +319,19 @@ impl Control {
             let _ = accept_when.wait_for(|known| *known).await;
             tls::accept(listener, tls, metrics.clone(), ready).await;
         };
+        let secret = forever(secret.map(CaSecret::follow));
+        let mut all_known = known.clone();
+        let written = async {
+            let _ = all_known.wait_for(|known| *known).await;
+            tokio::join!(
+                forever(config_maps.map(RootConfigMaps::keep)),
+                forever(conditions.map(PolicyConditions::keep)),
+            );
+        };
+        let (stop, mut candidate) = (shutdown.clone(), JoinSet::new());
+        if let Some(once) = once {
+            candidate.spawn(async move { once.run(async move { _ = stop.ordered().await }).await });
+        }
         let told = async {
             let _ = known.wait_for(|known| *known).await;
             policy_status::tell(snapshots, policy_statuses, metrics.clone()).await;
@@ -271,11 +349,30 @@ impl Control {
             }
             () = told => Err("what becomes of policies is no longer told".to_owned()),
             () = accepted => Err("nothing is accepted any more".to_owned()),
+            () = secret => Err("the authority's Secret is no longer followed".to_owned()),
+            () = written => Err("roots and statuses are no longer written".to_owned()),
             () = admin.serve(pages, std::future::pending()) => Err("the admin server has ended".to_owned()),
             () = tend(&ca, &serving, root_cert.as_deref()) => Err("the authority is no longer looked after".to_owned()),
         };
+        // Lets go of the lease, so that another replica need not wait for its end.
+        if tokio::time::timeout(LET_GO, async { while candidate.join_next().await.is_some() {} }).await.is_err() {
+            tracing::warn!("the lease has not been given back, it ends by itself");
+        }
         ended.map_err(|reason| ServeError::Ended { what: "serving", reason })
     }
+}
+
+/// What ends only if it is there.
+async fn forever(task: Option<impl Future<Output = ()>>) {
+    match task {
+        Some(task) => task.await,
+        None => std::future::pending().await,
+    }
+}
+
+fn host_name() -> io::Result<String> {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    if name.is_empty() { Err(io::Error::new(io::ErrorKind::NotFound, "it is empty")) } else { Ok(name) }
 }
 
 /// The folder for the status of policies, which must not be one that is read: its files would be taken for others.
@@ -452,6 +549,9 @@ const QUIET: Duration = Duration::from_millis(10);
 const BURST: Duration = Duration::from_millis(100);
 /// From the order to stop to the end of what has not ended.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
+const LET_GO: Duration = Duration::from_secs(3);
+/// Of the replica that does what is done once.
+pub(crate) const LEASE: &str = "understory-control";
 /// How often the authority's files are looked at without having heard of a change.
 const LOOK: Duration = Duration::from_secs(2);
 const GATHER: Duration = Duration::from_millis(200);

@@ -115,13 +115,29 @@ pub struct ServeArgs {
     /// empty) or one that is plugged in (ca-key.pem, ca-cert.pem, cert-chain.pem and root-cert.pem). Required.
     #[arg(long, env = "CA_DIR", value_name = "CA_DIR")]
     pub ca_dir: PathBuf,
+    /// Secret of the mesh's own namespace that the authority's files are in, with the source kubernetes: for all replicas
+    /// the same. If it is missing, a root is made and put there. The folder is then its working copy; files that are
+    /// changed there count for nothing. Default: none, then the folder is all there is.
+    #[arg(long, env = "CA_SECRET", value_name = "CA_SECRET", value_parser = hostname)]
+    pub ca_secret: Option<String>,
+    /// This replica's own name, unlike that of all others, with the source kubernetes. Default: the host's name, which in
+    /// a pod is the pod's.
+    #[arg(long, env = "POD_NAME", value_name = "POD_NAME", value_parser = words)]
+    pub pod_name: Option<String>,
     /// File that the public roots are written to, for the proxies. Default: none.
     #[arg(long, env = "ROOT_CERT", value_name = "ROOT_CERT")]
     pub root_cert: Option<PathBuf>,
-    /// The cluster's public keys for service account tokens: PEM (one or several) or a JWKS. Required.
-    #[arg(long, env = "SERVICE_ACCOUNT_KEY", value_name = "SERVICE_ACCOUNT_KEY")]
-    pub service_account_key: PathBuf,
-    /// The issuer in those tokens.
+    /// The cluster's public keys for service account tokens: PEM (one or several) or a JWKS. Required with the source
+    /// manifests. Default with the source kubernetes: none, then the API server is asked (TokenReview).
+    #[arg(
+        long,
+        env = "SERVICE_ACCOUNT_KEY",
+        value_name = "SERVICE_ACCOUNT_KEY",
+        required_unless_present = "source",
+        required_if_eq("source", "manifests")
+    )]
+    pub service_account_key: Option<PathBuf>,
+    /// The issuer in those tokens, where they are checked by keys.
     #[arg(
         long,
         env = "SERVICE_ACCOUNT_ISSUER",
@@ -391,15 +407,16 @@ mod tests {
     #[test]
     fn a_folder_of_manifests_is_wanted_where_they_are_the_source() {
         let parse = |source: &[&'static str]| {
-            let rest = ["control", "serve", "--ca-dir", "/x", "--service-account-key", "/x"];
+            let rest = ["control", "serve", "--ca-dir", "/x"];
             Cli::try_parse_from(rest.into_iter().chain(source.iter().copied())).map_err(|e| e.to_string())
         };
         for source in [&[][..], &["--source", "manifests"]] {
             let error = parse(source).unwrap_err();
-            assert!(error.contains("--manifests"), "{error}");
+            assert!(error.contains("--manifests") && error.contains("--service-account-key"), "{error}");
         }
         let Command::Serve(args) = parse(&["--source", "kubernetes"]).unwrap().command else { panic!() };
         assert_eq!((args.source, args.manifests, args.kubeconfig), (SourceKind::Kubernetes, None, None));
+        assert_eq!((args.service_account_key, args.ca_secret), (None, None));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Who is calling: service account tokens, checked by the cluster's own keys.
+//! Who is calling: service account tokens, checked by the cluster's own keys or reviewed by its API server.
 //!
 //! Must never believe a claim before the signature, the issuer, the audience and the times are right.
 
@@ -9,10 +9,12 @@ use tonic::Status;
 use tonic::metadata::MetadataMap;
 
 mod keys;
+mod reviews;
 #[cfg(test)]
 pub(crate) mod tests;
 
 pub use keys::{KeyFile, KeyFileError};
+pub use reviews::Reviews;
 
 /// A caller whose token was good.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,13 +29,22 @@ pub struct Caller {
 pub struct BoundPod {
     pub name: String,
     pub uid: String,
+    /// Its node, where the token says so.
+    pub node: Option<String>,
 }
 
 /// Checks tokens.
 #[derive(Debug)]
 pub struct Tokens {
-    keys: KeyFile,
+    check: Check,
     settings: TokenSettings,
+}
+
+/// Who says that a token is good.
+#[derive(Debug)]
+pub enum Check {
+    Keys(KeyFile),
+    Reviews(Reviews),
 }
 
 /// What a token must say.
@@ -66,6 +77,10 @@ pub enum TokenError {
     Contradiction(String),
     #[error("the caller is of cluster {0:?}")]
     Cluster(String),
+    #[error("the API server does not take the token: {0}")]
+    Reviewed(String),
+    #[error("the token cannot be checked: {0}")]
+    Unavailable(String),
 }
 
 #[derive(Deserialize)]
@@ -80,6 +95,7 @@ struct Kubernetes {
     namespace: String,
     serviceaccount: Named,
     pod: Option<Named>,
+    node: Option<Named>,
 }
 
 #[derive(Deserialize)]
@@ -89,12 +105,12 @@ struct Named {
 }
 
 impl Tokens {
-    pub fn new(keys: KeyFile, settings: TokenSettings) -> Self {
-        Self { keys, settings }
+    pub fn new(check: Check, settings: TokenSettings) -> Self {
+        Self { check, settings }
     }
 
     /// Who sends these headers.
-    pub fn caller(&self, headers: &MetadataMap) -> Result<Caller, TokenError> {
+    pub async fn caller(&self, headers: &MetadataMap) -> Result<Caller, TokenError> {
         let cluster = headers.get("clusterid").map(|c| c.to_str().unwrap_or("?")).unwrap_or_default();
         if !cluster.is_empty() && cluster != self.settings.cluster_id {
             return Err(TokenError::Cluster(cluster.chars().take(64).collect()));
@@ -104,14 +120,18 @@ impl Tokens {
         if !scheme.eq_ignore_ascii_case("bearer") {
             return Err(TokenError::Missing);
         }
-        self.verify(token.trim())
+        self.verify(token.trim()).await
     }
 
     /// Who a token is of.
-    pub fn verify(&self, token: &str) -> Result<Caller, TokenError> {
-        match self.verify_with(&self.keys.current(), token) {
+    pub async fn verify(&self, token: &str) -> Result<Caller, TokenError> {
+        let keys = match &self.check {
+            Check::Keys(keys) => keys,
+            Check::Reviews(reviews) => return reviews.verify(token, &self.settings.audience).await,
+        };
+        match self.verify_with(&keys.current(), token) {
             // The cluster may have changed its keys since we looked.
-            Err(TokenError::Signature) => match self.keys.look_again() {
+            Err(TokenError::Signature) => match keys.look_again() {
                 Some(keys) => self.verify_with(&keys, token),
                 None => Err(TokenError::Signature),
             },
@@ -172,14 +192,20 @@ impl TokenError {
             Self::Audience(_) => "audience",
             Self::Contradiction(_) => "contradiction",
             Self::Cluster(_) => "cluster",
+            Self::Reviewed(_) => "reviewed",
+            Self::Unavailable(_) => "unavailable",
         }
     }
 }
 
 impl From<TokenError> for Status {
     /// As istiod says it: whoever has a wrong token learns nothing from the answer.
-    fn from(_: TokenError) -> Self {
-        Status::unauthenticated("request authenticate failure")
+    fn from(error: TokenError) -> Self {
+        match error {
+            // It may be good.
+            TokenError::Unavailable(_) => Status::unavailable("tokens cannot be checked now"),
+            _ => Status::unauthenticated("request authenticate failure"),
+        }
     }
 }
 
@@ -191,18 +217,28 @@ impl Caller {
 }
 
 fn caller(claims: Claims) -> Result<Caller, TokenError> {
-    let Kubernetes { namespace, serviceaccount, pod } = claims.kubernetes;
-    let expected = format!("system:serviceaccount:{namespace}:{}", serviceaccount.name);
-    let is_name = |text: &str| !text.is_empty() && !text.contains([':', '/']);
-    if !is_name(&namespace) || !is_name(&serviceaccount.name) {
-        return Err(TokenError::Contradiction("a name that is none".into()));
-    }
-    if claims.sub != expected {
+    let Kubernetes { namespace, serviceaccount, pod, node } = claims.kubernetes;
+    let said = account_of(&claims.sub)?;
+    if (said.0.as_str(), said.1.as_str()) != (&namespace, &serviceaccount.name) {
         let subject: String = claims.sub.chars().take(128).collect();
-        return Err(TokenError::Contradiction(format!("its subject is {subject:?}, its claims say {expected:?}")));
+        let of = format!("{namespace}:{}", serviceaccount.name);
+        return Err(TokenError::Contradiction(format!("its subject is {subject:?}, its claims say {of:?}")));
     }
-    let pod = pod.map(|pod| BoundPod { name: pod.name, uid: pod.uid });
+    let pod = pod.map(|pod| BoundPod { name: pod.name, uid: pod.uid, node: node.map(|node| node.name) });
     Ok(Caller { namespace, service_account: serviceaccount.name, pod })
+}
+
+/// Namespace and name of a service account, from the name that it has as a user.
+fn account_of(user: &str) -> Result<(String, String), TokenError> {
+    let is_name = |text: &&str| !text.is_empty() && !text.contains([':', '/']);
+    let account = user.strip_prefix("system:serviceaccount:").and_then(|rest| rest.split_once(':'));
+    match account.filter(|(namespace, name)| is_name(namespace) && is_name(name)) {
+        Some((namespace, name)) => Ok((namespace.to_owned(), name.to_owned())),
+        None => {
+            let shown: String = user.chars().take(128).collect();
+            Err(TokenError::Contradiction(format!("{shown:?} is no service account")))
+        }
+    }
 }
 
 /// Seconds by which clocks may differ.

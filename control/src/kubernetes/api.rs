@@ -82,7 +82,7 @@ impl Api {
     }
 
     #[cfg(test)]
-    pub(super) fn at(address: std::net::SocketAddr) -> Self {
+    pub(crate) fn at(address: std::net::SocketAddr) -> Self {
         let mut config = kube::Config::new(format!("http://{address}").parse().unwrap());
         config.default_retry = false;
         Self { client: kube::Client::try_from(config).unwrap() }
@@ -99,6 +99,34 @@ impl Api {
             Ok(text) => parse(&text).map(Some),
             Err(ApiError::Refused { code: 404, .. }) => Ok(None),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Creates an object under a path; what became of it.
+    pub async fn create(&self, path: &str, object: &Value) -> Result<Value, ApiError> {
+        parse(&self.send(Method::POST, path, JSON, object.to_string().into_bytes()).await?)
+    }
+
+    /// Puts an object in the place of the one that it was read as.
+    pub async fn replace(&self, path: &str, object: &Value) -> Result<Value, ApiError> {
+        parse(&self.send(Method::PUT, path, JSON, object.to_string().into_bytes()).await?)
+    }
+
+    /// Changes some fields of an object.
+    pub async fn merge(&self, path: &str, fields: &Value) -> Result<Value, ApiError> {
+        parse(&self.send(Method::PATCH, path, JSON, fields.to_string().into_bytes()).await?)
+    }
+
+    /// All objects of a list; `query` is encoded and begins with `&`.
+    pub async fn list(&self, path: &str, query: &str) -> Result<Vec<Value>, ApiError> {
+        let (mut items, mut from) = (Vec::new(), String::new());
+        loop {
+            let page = self.page(path, &format!("limit=500{from}{query}"), JSON).await?;
+            items.extend(page.items);
+            if page.metadata.r#continue.is_empty() {
+                return Ok(items);
+            }
+            from = format!("&continue={}", encode(&page.metadata.r#continue));
         }
     }
 
@@ -159,7 +187,9 @@ impl From<kube::Error> for ApiError {
 }
 
 fn request(method: Method, path: &str, accept: &'static str, body: Vec<u8>) -> Result<Request<Vec<u8>>, ApiError> {
-    let request = Request::builder().method(method).uri(path).header(header::ACCEPT, accept).body(body);
+    let content = if method == Method::PATCH { MERGE_PATCH } else { JSON };
+    let builder = Request::builder().method(method).uri(path).header(header::ACCEPT, accept);
+    let request = builder.header(header::CONTENT_TYPE, content).body(body);
     request.map_err(|e| ApiError::Unreadable(format!("{path} is no path: {e}")))
 }
 
@@ -189,6 +219,7 @@ pub(super) fn encode(text: &str) -> String {
 }
 
 pub(super) const JSON: &str = "application/json";
+const MERGE_PATCH: &str = "application/merge-patch+json";
 /// Names, labels and annotations without the rest.
 pub(super) const ITEMS_METADATA: &str =
     "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=1,application/json";

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -109,6 +109,35 @@ impl FakeState {
         self.watches.retain(|(of, to)| of != path || to.send(line.clone()).is_ok());
     }
 
+    pub fn get(&self, path: &str, name: &str) -> Option<&Value> {
+        self.objects.get(path)?.get(name)
+    }
+
+    /// Creates, replaces or changes an object.
+    fn write(&mut self, method: &str, path: &str, body: Value) -> (u16, Value) {
+        if let Some(answer) = self.answers.get(path) {
+            return answer.clone();
+        }
+        let (list, namespace, name) = locate(path);
+        let status = |code: u16| (code, json!({"kind": "Status", "code": code, "message": "no"}));
+        let mut object = body;
+        if method == "POST" {
+            object["metadata"]["namespace"] = json!(namespace);
+            if self.get(&list, &name_of(&object)).is_some() {
+                return status(409);
+            }
+        } else {
+            let Some(held) = self.get(&list, &format!("{namespace}/{name}")).cloned() else { return status(404) };
+            if method == "PATCH" {
+                object = crate::model::tests::merged(held, &object);
+            } else if held["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
+                return status(409);
+            }
+        }
+        self.put(&list, object.clone());
+        (if method == "POST" { 201 } else { 200 }, object)
+    }
+
     fn answer(&self, path: &str, query: &HashMap<String, String>) -> (u16, Value) {
         if let Some(answer) = self.answers.get(path) {
             return answer.clone();
@@ -133,6 +162,10 @@ impl FakeState {
                 }
                 None => not_found,
             },
+            _ if parts.contains(&"namespaces") && parts.last() != Some(&"namespaces") => {
+                let (list, namespace, name) = locate(path);
+                self.get(&list, &format!("{namespace}/{name}")).map_or(not_found, |object| (200, object.clone()))
+            }
             _ => {
                 let from: usize = query.get("continue").map_or(0, |from| from.parse().unwrap());
                 let all: Vec<&Value> = self.objects.get(path).into_iter().flat_map(|o| o.values()).collect();
@@ -148,6 +181,7 @@ impl FakeState {
 async fn serve(stream: TcpStream, state: Arc<Mutex<FakeState>>) {
     let mut stream = BufReader::new(stream);
     loop {
+        let mut length = 0;
         let mut head = Vec::new();
         loop {
             let mut line = String::new();
@@ -157,17 +191,34 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<FakeState>>) {
             if line == "\r\n" {
                 break;
             }
+            if let Some((_, value)) =
+                line.split_once(':').filter(|(name, _)| name.eq_ignore_ascii_case("content-length"))
+            {
+                length = value.trim().parse().unwrap();
+            }
             head.push(line);
         }
-        let target = head[0].split(' ').nth(1).unwrap().to_owned();
+        let mut body = vec![0; length];
+        if stream.read_exact(&mut body).await.is_err() {
+            return;
+        }
+        let (method, target) = head[0].split_once(' ').unwrap();
+        let target = target.split(' ').next().unwrap().to_owned();
         let (path, query) = target.split_once('?').unwrap_or((&target, ""));
         let query: HashMap<String, String> =
             query.split('&').filter_map(|pair| pair.split_once('=')).map(|(k, v)| (k.into(), v.into())).collect();
-        state.lock().unwrap().requests.push(target.clone());
+        state.lock().unwrap().requests.push(if method == "GET" {
+            target.clone()
+        } else {
+            format!("{method} {target}")
+        });
         if query.contains_key("watch") {
             return watch(stream, path, &query, &state).await;
         }
-        let (code, body) = state.lock().unwrap().answer(path, &query);
+        let (code, body) = match method {
+            "GET" => state.lock().unwrap().answer(path, &query),
+            _ => state.lock().unwrap().write(method, path, serde_json::from_slice(&body).unwrap()),
+        };
         let body = body.to_string();
         let text = format!(
             "HTTP/1.1 {code} X\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
@@ -213,6 +264,18 @@ async fn watch(
         }
     }
     let _ = stream.write_all(b"0\r\n\r\n").await;
+}
+
+/// The list over all namespaces, the namespace and the name that a path is about.
+pub(crate) fn locate(path: &str) -> (String, String, String) {
+    let parts: Vec<&str> = path.split('/').collect();
+    match parts.iter().position(|part| *part == "namespaces").filter(|at| at + 2 < parts.len()) {
+        Some(at) => {
+            let list = [&parts[..at], &parts[at + 2..at + 3]].concat().join("/");
+            (list, parts[at + 1].into(), parts.get(at + 3).copied().unwrap_or_default().into())
+        }
+        None => (path.to_owned(), String::new(), String::new()),
+    }
 }
 
 fn name_of(object: &Value) -> String {

@@ -101,6 +101,14 @@ impl Kind {
         }
     }
 
+    /// Where the objects of a kind that the cluster need not have are, of a version that is read here: the path of its
+    /// version and its plural.
+    pub async fn folder(self, api: &Api) -> Result<Option<(String, &'static str)>, ApiError> {
+        let (Some((group, plural)), Some(place)) = (self.optional(), self.place(api).await?) else { return Ok(None) };
+        let known = SecurityKind::VERSIONS.contains(&place.version.as_str());
+        Ok(known.then(|| (format!("/apis/{group}/{}", place.version), plural)))
+    }
+
     /// The version that is read here, else any that there is: one that is not known must not be taken for none.
     async fn look(self, api: &Api) -> Result<Option<Place>, ApiError> {
         let Some((group, plural)) = self.optional() else { return Ok(None) };

@@ -8,6 +8,7 @@ pub(crate) mod fake;
 mod follow;
 mod health;
 mod kind;
+mod lease;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -21,6 +22,7 @@ use ztunnel::manifests::Objects;
 pub use api::{Api, ApiError, ConnectError};
 pub use health::{Health, State};
 pub use kind::Kind;
+pub use lease::Candidate;
 pub use read::read;
 
 /// The objects of a cluster, kept up to date until it is dropped.

@@ -5,12 +5,24 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use ztunnel::identity::TrustDomain;
 use ztunnel::manifests::{Object, ObjectKey, ObjectName, Objects, SecurityKind};
 
 use super::fake::FakeServer;
-use super::{Api, Kind, Source, read};
+use super::{Api, Candidate, Kind, Source, read};
+use crate::ca::CaSettings;
+use crate::ca_secret::CaSecret;
+use crate::metrics::Metrics;
+use crate::model::tests::Cluster;
+use crate::policy_status::PolicyConditions;
+use crate::root_config_maps::RootConfigMaps;
+use crate::serve::LEASE;
+use crate::tokens::Reviews;
+use crate::tokens::tests::Issuer;
 
+const SYSTEM: &str = "understory-system";
 const PODS: &str = "/api/v1/pods";
+const PEERS: &str = "/apis/security.istio.io/v1/peerauthentications";
 const POLICIES: &str = "/apis/security.istio.io/v1/authorizationpolicies";
 
 #[tokio::test]
@@ -183,6 +195,155 @@ async fn a_kind_that_goes_for_a_moment_takes_no_policy_away() {
     server.state().answers.clear();
     server.state().delete(POLICIES, "shop/p");
     wait(&mut objects, |o| o.authorization_policies.is_empty()).await;
+}
+
+#[tokio::test]
+async fn control_asks_for_what_its_role_allows_and_for_all_of_it() {
+    let server = FakeServer::start().await;
+    for plural in ["authorizationpolicies", "peerauthentications"] {
+        server.state().serve_kind("security.istio.io", "v1", plural);
+    }
+    server.state().put("/api/v1/namespaces", json!({"metadata": {"name": "a"}}));
+    server.state().put("/api/v1/namespaces", json!({"metadata": {"name": "b"}}));
+    server.state().put("/api/v1/configmaps", json!({"metadata": {"name": "istio-ca-root-cert", "namespace": "b"}}));
+    let api = Api::at(server.address);
+    let source = Source::start(&api);
+    wait_connected(&source).await;
+    let mut cluster = Cluster::new();
+    for (kind, path) in [("AuthorizationPolicy", POLICIES), ("PeerAuthentication", PEERS)] {
+        server.state().put(path, policy("p", json!({})));
+        cluster.put(crate::model::tests::policy(kind, "shop/p", json!({})));
+    }
+    let (_publish, snapshots) = watch::channel(cluster.snapshot());
+    let (metrics, leads) = (Metrics::new(), watch::channel(true).1);
+    let told = tokio::spawn(PolicyConditions { api: api.clone(), snapshots, leads, metrics }.keep());
+    let asked = |text: &str| server.state().requests.iter().any(|request| request.starts_with(text));
+    wait_for(|| asked("PATCH /apis/security.istio.io/v1/namespaces/shop/authorizationpolicies/p/status")).await;
+    wait_for(|| asked("PATCH /apis/security.istio.io/v1/namespaces/shop/peerauthentications/p/status")).await;
+    told.abort();
+    // A kind that is missing: then it matters whether the server has started.
+    server.state().answers.insert("/apis/security.istio.io/v1".into(), (404, json!({"kind": "Status", "code": 404})));
+    assert_eq!(Kind::ALL[6].place(&api).await, Ok(None));
+    let dir = std::env::temp_dir().join(format!("understory-roles-{}", std::process::id()));
+    let secret =
+        CaSecret { api: api.clone(), namespace: SYSTEM.into(), name: "understory-ca".into(), dir: dir.clone() };
+    let ca = secret.open(CaSettings {
+        dir: dir.clone(),
+        trust_domain: TrustDomain::default(),
+        longest_life: Duration::from_secs(3600),
+        backdate: Duration::from_secs(60),
+    });
+    let ca = Arc::new(ca.await.unwrap());
+    let reviewed = Reviews::new(api.clone()).verify(&Issuer::p256().token("a", "b", None), "istio-ca").await;
+    assert!(reviewed.is_err(), "the fake says nothing of it");
+    let candidate = Candidate::new(api.clone(), SYSTEM.into(), LEASE, "me".into());
+    let (leads, objects, metrics) = (candidate.leads(), source.objects(), Metrics::new());
+    let led = tokio::spawn(candidate.run(std::future::pending()));
+    let kept = tokio::spawn(RootConfigMaps { api, ca, objects, leads, metrics }.keep());
+    wait_for(|| asked("PATCH /api/v1/namespaces/b/configmaps/") && asked("POST /api/v1/namespaces/a/configmaps")).await;
+    wait_for(|| asked("PUT /apis/coordination.k8s.io/")).await;
+    led.abort();
+    kept.abort();
+    std::fs::remove_dir_all(dir).unwrap();
+    let all = granted();
+    let mut used = std::collections::BTreeSet::new();
+    for request in &server.state().requests {
+        let wanted = wanted(request);
+        let by: Vec<_> = all.iter().filter(|grant| grant.allows(&wanted)).collect();
+        assert!(!by.is_empty(), "{request} is not allowed: {wanted:?}");
+        used.extend(by);
+    }
+    let unused: Vec<_> = all.iter().filter(|grant| !used.contains(grant)).collect();
+    assert!(unused.is_empty(), "never asked for: {unused:?}");
+}
+
+/// One verb on one resource, or on what is none: allowed by a role, or asked for. Empty is any name, any namespace.
+#[derive(Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Grant {
+    verb: String,
+    group: String,
+    resource: String,
+    namespace: String,
+    name: String,
+    path: String,
+}
+
+impl Grant {
+    fn allows(&self, wanted: &Self) -> bool {
+        let fits = |of: &str, asked: &str| of.is_empty() || of == asked;
+        let path = match self.path.strip_suffix('*') {
+            Some(prefix) => wanted.path.starts_with(prefix),
+            None => self.path == wanted.path,
+        };
+        (&self.verb, &self.group, &self.resource) == (&wanted.verb, &wanted.group, &wanted.resource)
+            && fits(&self.namespace, &wanted.namespace)
+            && fits(&self.name, &wanted.name)
+            && path
+    }
+}
+
+/// What the chart gives control.
+fn granted() -> Vec<Grant> {
+    let text =
+        include_str!("../../../deploy/helm/templates/control-rbac.yaml").replace("{{ .Release.Namespace }}", SYSTEM);
+    let mut all = Vec::new();
+    for document in text.split("\n---\n") {
+        let document: Value = serde_yaml_ng::from_str(document).unwrap();
+        let namespace = document["metadata"]["namespace"].as_str().unwrap_or_default();
+        for rule in document["rules"].as_array().into_iter().flatten() {
+            let list = |key: &str| -> Vec<String> {
+                rule[key].as_array().into_iter().flatten().map(|v| v.as_str().unwrap().to_owned()).collect()
+            };
+            let or_any = |list: Vec<String>| if list.is_empty() { vec![String::new()] } else { list };
+            for verb in list("verbs") {
+                for path in list("nonResourceURLs") {
+                    all.push(Grant { verb: verb.clone(), path, ..Grant::default() });
+                }
+                for (group, resource) in
+                    list("apiGroups").iter().flat_map(|g| list("resources").into_iter().map(|r| (g.clone(), r)))
+                {
+                    for name in or_any(list("resourceNames")) {
+                        all.push(Grant {
+                            verb: verb.clone(),
+                            group: group.clone(),
+                            resource: resource.clone(),
+                            namespace: namespace.to_owned(),
+                            name,
+                            path: String::new(),
+                        });
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// What a request needs, as the API server sees it.
+fn wanted(request: &str) -> Grant {
+    let (method, target) = request.split_once(' ').unwrap_or(("GET", request));
+    let (path, query) = target.split_once('?').unwrap_or((target, ""));
+    let (list, namespace, name) = super::fake::locate(path);
+    let parts: Vec<&str> = list.split('/').collect();
+    let (group, resource) = match parts[..] {
+        ["", "api", _, resource] => ("", resource.to_owned()),
+        ["", "apis", group, _, resource] if path.ends_with("/status") => (group, format!("{resource}/status")),
+        ["", "apis", group, _, resource] => (group, resource.to_owned()),
+        _ => return Grant { verb: "get".into(), path: path.into(), ..Grant::default() },
+    };
+    let verb = match method {
+        "POST" => "create",
+        "PUT" => "update",
+        "PATCH" => "patch",
+        _ if query.contains("watch=true") => "watch",
+        _ if name.is_empty() => "list",
+        _ => "get",
+    };
+    // Kubernetes takes the selector of one name for that name.
+    let selected = query.split('&').find_map(|part| part.strip_prefix("fieldSelector=metadata.name%3D"));
+    let name = selected.map_or(name, str::to_owned);
+    let path = String::new();
+    Grant { verb: verb.into(), group: group.into(), resource, namespace, name, path }
 }
 
 #[test]

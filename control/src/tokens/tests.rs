@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use aws_lc_rs::encoding::{AsDer, Pkcs8V1Der, PublicKeyX509Der};
 use aws_lc_rs::rsa::{KeyPair as RsaKeyPair, KeySize};
 use aws_lc_rs::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair};
+use futures_util::FutureExt;
 use jsonwebtoken::{EncodingKey, Header, encode};
 use serde_json::{Value, json};
 use ztunnel::identity::base64;
@@ -76,17 +77,22 @@ pub(crate) fn settings() -> TokenSettings {
 /// Checks tokens of one issuer; the file is gone afterwards.
 pub(crate) fn tokens(issuer: &Issuer) -> Tokens {
     let file = TempFile::new(&issuer.public_pem());
-    Tokens::new(KeyFile::open(&file.0).unwrap(), settings())
+    Tokens::new(Check::Keys(KeyFile::open(&file.0).unwrap()), settings())
+}
+
+/// Checking by keys waits for nothing.
+fn verify(tokens: &Tokens, token: &str) -> Result<Caller, TokenError> {
+    tokens.verify(token).now_or_never().unwrap()
 }
 
 #[test]
 fn a_good_token_names_its_account_and_pod() {
     for issuer in [Issuer::p256(), Issuer::rsa()] {
         let tokens = tokens(&issuer);
-        let bound = tokens.verify(&issuer.token("ns", "sa", Some(("p-1", "u-1")))).unwrap();
-        let pod = Some(BoundPod { name: "p-1".into(), uid: "u-1".into() });
+        let bound = verify(&tokens, &issuer.token("ns", "sa", Some(("p-1", "u-1")))).unwrap();
+        let pod = Some(BoundPod { name: "p-1".into(), uid: "u-1".into(), node: None });
         assert_eq!(bound, Caller { namespace: "ns".into(), service_account: "sa".into(), pod });
-        assert_eq!(tokens.verify(&issuer.token("ns", "sa", None)).unwrap().pod, None);
+        assert_eq!(verify(&tokens, &issuer.token("ns", "sa", None)).unwrap().pod, None);
     }
 }
 
@@ -144,14 +150,14 @@ fn each_wrong_token_is_refused_for_its_reason() {
         ("pod without uid", with(|c| c["kubernetes.io"]["pod"] = json!({"name": "p"})), "malformed"),
     ];
     for (what, token, reason) in cases {
-        let error = tokens.verify(&token).expect_err(what);
+        let error = verify(&tokens, &token).expect_err(what);
         assert_eq!(error.label(), reason, "{what}: {error}");
         if token.len() > 20 {
             assert!(!error.to_string().contains(&token[token.len() - 10..]), "{what} is told: {error}");
         }
     }
-    assert!(tokens.verify(&with(|c| c["aud"] = json!("istio-ca"))).is_ok());
-    assert!(tokens.verify(&with(|c| c["aud"] = json!(["x", "istio-ca"]))).is_ok());
+    assert!(verify(&tokens, &with(|c| c["aud"] = json!("istio-ca"))).is_ok());
+    assert!(verify(&tokens, &with(|c| c["aud"] = json!(["x", "istio-ca"]))).is_ok());
 }
 
 #[test]
@@ -176,7 +182,7 @@ fn the_headers_must_hold_a_bearer_token_for_our_cluster() {
         if let Some(value) = cluster {
             headers.insert("clusterid", value.parse().unwrap());
         }
-        let label = tokens.caller(&headers).map_or_else(|e| e.label(), |_| "ok");
+        let label = tokens.caller(&headers).now_or_never().unwrap().map_or_else(|e| e.label(), |_| "ok");
         assert_eq!(label, expected, "{authorization:?} {cluster:?}");
     }
 }
@@ -193,8 +199,8 @@ fn keys_are_read_from_pem_and_jwks_and_what_is_wrong_is_said() {
         json!({"keys": [jwk, {"kty": "OKP", "crv": "Ed25519", "x": b64(&[0; 32])}]}).to_string(),
     ] {
         let file = TempFile::new(&text);
-        let tokens = Tokens::new(KeyFile::open(&file.0).unwrap(), settings());
-        assert!(tokens.verify(&ec.token("ns", "sa", None)).is_ok(), "{text}");
+        let tokens = Tokens::new(Check::Keys(KeyFile::open(&file.0).unwrap()), settings());
+        assert!(verify(&tokens, &ec.token("ns", "sa", None)).is_ok(), "{text}");
     }
     for (text, told) in [
         ("", "expected public keys"),
@@ -216,16 +222,16 @@ fn keys_are_read_from_pem_and_jwks_and_what_is_wrong_is_said() {
 fn a_changed_key_file_is_taken_up_and_a_broken_one_is_not() {
     let (old, new) = (Issuer::p256(), Issuer::p256());
     let file = TempFile::new(&old.public_pem());
-    let tokens = Tokens::new(KeyFile::open(&file.0).unwrap(), settings());
-    assert_eq!(tokens.verify(&new.token("ns", "sa", None)), Err(TokenError::Signature));
+    let tokens = Tokens::new(Check::Keys(KeyFile::open(&file.0).unwrap()), settings());
+    assert_eq!(verify(&tokens, &new.token("ns", "sa", None)), Err(TokenError::Signature));
     fs::write(&file.0, "half-writ").unwrap();
     std::thread::sleep(keys::LOOK_SOON);
-    assert_eq!(tokens.verify(&new.token("ns", "sa", None)), Err(TokenError::Signature));
-    assert!(tokens.verify(&old.token("ns", "sa", None)).is_ok());
+    assert_eq!(verify(&tokens, &new.token("ns", "sa", None)), Err(TokenError::Signature));
+    assert!(verify(&tokens, &old.token("ns", "sa", None)).is_ok());
     fs::write(&file.0, new.public_pem()).unwrap();
     std::thread::sleep(keys::LOOK_SOON);
-    assert!(tokens.verify(&new.token("ns", "sa", None)).is_ok());
-    assert_eq!(tokens.verify(&old.token("ns", "sa", None)), Err(TokenError::Signature));
+    assert!(verify(&tokens, &new.token("ns", "sa", None)).is_ok());
+    assert_eq!(verify(&tokens, &old.token("ns", "sa", None)), Err(TokenError::Signature));
 }
 
 pub(crate) const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";

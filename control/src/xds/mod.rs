@@ -53,7 +53,7 @@ impl AggregatedDiscoveryService for Discovery {
     ) -> Result<Response<Self::DeltaAggregatedResourcesStream>, Status> {
         let from = request.extensions().get::<Peer>().cloned();
         let peer = from.as_ref().map(Peer::address);
-        let caller = self.tokens.caller(request.metadata()).map_err(|error| {
+        let caller = self.tokens.caller(request.metadata()).await.map_err(|error| {
             self.metrics.stream_refused(error.label());
             // From outside the mesh's own: they must not fill the log.
             if let Some(untold) = self.hush.speak() {

@@ -53,31 +53,30 @@ impl Follower {
     pub async fn run(mut self) {
         loop {
             let began = Instant::now();
-            let step = match self.at.take() {
-                Some(at) => self.hear(at).await,
-                None => self.read_all().await,
-            };
-            let error = match step {
-                Ok(()) if self.at.is_none() => {
-                    tokio::time::sleep(LOOK_FOR_MISSING).await;
-                    continue;
-                }
-                // A watch ends after its time. One that ends at once would only be asked for again and again.
-                Ok(()) if began.elapsed() > SHORTEST || self.pause == SHORTEST => {
-                    self.pause = SHORTEST;
-                    continue;
-                }
-                Ok(()) => None,
-                Err(error) => Some(error),
+            let error = match self.at.take() {
+                None => match self.read_all().await {
+                    Ok(()) if self.at.is_none() => {
+                        tokio::time::sleep(LOOK_FOR_MISSING).await;
+                        continue;
+                    }
+                    // That all can be read says nothing of changes: the pauses stay as long as they are.
+                    Ok(()) => continue,
+                    Err(error) => Some(error),
+                },
+                Some(at) => self.hear(at).await.err(),
             };
             if let Some(error) = &error {
                 self.health.failed(self.kind, error);
-            }
-            if matches!(error, Some(ApiError::Refused { code: 410, .. })) && self.pause == SHORTEST {
-                self.pause = SHORTEST * 2;
+            } else if began.elapsed() > SHORTEST {
+                // A watch ends after its time. One that ends at once would only be asked for again and again.
+                self.pause = SHORTEST;
                 continue;
             }
-            tokio::time::sleep(self.pause.mul_f64(spread())).await;
+            // What was missed is read at once, if it is not missed again and again.
+            let missed = matches!(error, Some(ApiError::Refused { code: 410, .. }));
+            if !(missed && self.pause == SHORTEST) {
+                tokio::time::sleep(self.pause.mul_f64(spread())).await;
+            }
             self.pause = (self.pause * 2).min(LONGEST);
         }
     }
@@ -169,7 +168,9 @@ impl Follower {
                 () = &mut overdue => return Err(ApiError::Slow(time + OVERDUE)),
             };
             let Some(batch) = batch else { return Ok(()) };
-            self.pause = SHORTEST;
+            if batch.first().is_some_and(|event| !matches!(event, Ok(WatchEvent::Error(_)) | Err(_))) {
+                self.pause = SHORTEST;
+            }
             let (mut found, mut end) = (Vec::new(), Ok(()));
             for event in batch {
                 match event {

@@ -63,7 +63,7 @@ pub struct Logging {
 }
 
 impl Levels {
-    /// The libraries that read what peers send speak only where they are named.
+    /// The libraries that read what peers and servers send speak only where they are named.
     pub fn parse(text: &str) -> Result<Self, ParseLevelsError> {
         let mut targets = Targets::new().with_targets(WIRE.map(|library| (library, LevelFilter::OFF)));
         for directive in text.split(',') {
@@ -264,9 +264,9 @@ fn is_message(field: &Field) -> bool {
 }
 
 const OWN_CRATE: &str = "ztunnel::";
-/// Their lines are about single frames, so that a peer could fill the log with them, also at `warn`. What goes wrong
-/// is told by our own lines.
-const WIRE: [&str; 3] = ["h2", "hyper", "rustls"];
+/// Their lines are about single frames and requests, so that a peer could fill the log with them, also at `warn`, and may
+/// hold what they carry. What goes wrong is told by our own lines.
+const WIRE: [&str; 4] = ["h2", "hyper", "kube_client", "rustls"];
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -91,6 +91,45 @@ fn a_pod_with_too_many_connections_is_refused_more_and_others_are_not() {
     });
 }
 
+/// B26: a proxy that runs out of descriptors is not ready, yet never restarts, and nobody can ask it why.
+#[test]
+fn a_flood_of_connections_leaves_descriptors_for_what_must_go_on() {
+    const MOST: u64 = 192;
+    let options = MeshOptions::default().proxy_descriptors(MOST).proxy_env("POD_MAX_CONNECTIONS", "1000");
+    let shop = Shop::in_mesh_with(options);
+    let _servers = [shop.far.serve(8080, Behaviour::Echo), shop.near.serve(8080, Behaviour::Echo)];
+    let (node, outside) = (shop.mesh().node(0), shop.tb.outside("db"));
+    let _database = outside.serve(5432, Behaviour::Echo);
+    let mut older: Vec<_> = [shop.far.at(8080), shop.near.at(8080), (outside.ip4(), 5432).into()]
+        .map(|to| shop.client.connect(to).expect("connect"))
+        .into();
+    older.iter_mut().for_each(|stream| stream.ask(b"before the flood"));
+
+    // Each takes two descriptors of the proxy: more than it may have.
+    let flood: Vec<_> =
+        (0..200).map(|_| shop.client.connect((outside.ip4(), 5432).into()).expect("the kernel accepts")).collect();
+    let refused = || flood.iter().filter(|stream| is_reset(stream)).count();
+    wait_for("what is too much to be reset", || (refused() > 100).then_some(()));
+    node.wait_proxy_count(100.0, "understory_connections_failed_total", &[("step", "limit")]);
+    assert!(node.proxy.open_fds() as u64 <= MOST - 16, "{} are open", node.proxy.open_fds());
+    assert_eq!(node.readiness().expect("an answer").status, 200);
+    older.iter_mut().for_each(|stream| stream.ask(b"established work goes on"));
+    // So does what the proxy itself has to do.
+    shop.mesh().control().kill9();
+    shop.mesh().start_control();
+    shop.mesh().wait_control_ready();
+    let cart = shop.tb.pod("shop/cart").start();
+    shop.mesh().wait_in_mesh(&[&cart]);
+    older.iter_mut().for_each(|stream| stream.ask(b"and after a change"));
+
+    drop(flood);
+    wait_for("new connections to be taken again", || {
+        let mut stream = shop.client.connect(shop.far.at(8080)).ok()?;
+        stream.write_all(b"hello").ok()?;
+        std::io::Read::read_exact(&mut stream, &mut [0; 5]).ok()
+    });
+}
+
 /// What a burst took is given back soon after it: buffers, connections, streams, tunnels.
 #[test]
 fn memory_falls_back_after_a_hundredfold_burst() {

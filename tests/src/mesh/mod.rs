@@ -7,6 +7,7 @@ mod node;
 use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::Ordering;
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 pub use access_log::AccessLine;
 pub use node::NodeMesh;
+use rustix::process::{Resource, Rlimit, setrlimit};
 use serde_json::Value;
 
 use crate::certs::Authority;
@@ -41,6 +43,8 @@ pub struct MeshOptions {
     pub on_demand: bool,
     /// Environment of the proxies.
     pub proxy_env: Vec<(String, String)>,
+    /// Descriptors that a proxy may have, in the place of the machine's limit.
+    pub proxy_descriptors: Option<u64>,
     /// Further arguments of the agents.
     pub agent_args: Vec<String>,
     /// Further arguments of the control plane.
@@ -54,6 +58,11 @@ pub struct MeshOptions {
 impl MeshOptions {
     pub fn proxy_env(mut self, key: &str, value: &str) -> Self {
         self.proxy_env.push((key.to_owned(), value.to_owned()));
+        self
+    }
+
+    pub fn proxy_descriptors(mut self, most: u64) -> Self {
+        self.proxy_descriptors = Some(most);
         self
     }
 
@@ -268,6 +277,11 @@ impl Mesh {
         }
         command.envs(self.options.proxy_env.iter().map(|(key, value)| (key, value)));
         command.envs(env.iter().copied());
+        if let Some(most) = self.options.proxy_descriptors {
+            let limit = Rlimit { current: Some(most), maximum: Some(most) };
+            // SAFETY: between fork and exec it makes one system call and touches no memory of others.
+            unsafe { command.pre_exec(move || Ok(setrlimit(Resource::Nofile, limit.clone())?)) };
+        }
         command
     }
 

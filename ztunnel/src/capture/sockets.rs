@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,8 @@ pub struct TcpSettings {
     pub keepalive_interval: Duration,
     /// How long a peer's proxy may leave sent bytes without acknowledgement, or take none, before it counts as dead.
     pub user_timeout: Duration,
+    /// Dials whose descriptor would have this number or a higher one fail: those are kept for what must go on.
+    pub descriptors: u32,
 }
 
 impl TcpSettings {
@@ -166,6 +169,9 @@ impl TcpSettings {
     }
 
     async fn connect(&self, socket: Socket, to: SocketAddr) -> io::Result<TcpStream> {
+        if socket.as_raw_fd().unsigned_abs() >= self.descriptors {
+            return Err(rustix::io::Errno::MFILE.into());
+        }
         let socket = tokio::net::TcpSocket::from_std_stream(socket.into());
         match tokio::time::timeout(self.connect_timeout, socket.connect(to)).await {
             Ok(connected) => connected,
@@ -303,6 +309,7 @@ mod tests {
         keepalive_time: Duration::from_secs(180),
         keepalive_interval: Duration::from_secs(20),
         user_timeout: Duration::from_secs(20),
+        descriptors: u32::MAX,
     };
 
     fn ip(pod: &Netns, commands: &[&str]) {

@@ -7,7 +7,7 @@ mod readiness;
 mod shutdown;
 mod watchdog;
 
-pub use limits::{descriptors, raise_descriptor_limit};
+pub use limits::{DescriptorBounds, descriptors, raise_descriptor_limit};
 pub use readiness::{Pending, Readiness};
 pub use shutdown::{Drained, Shutdown, Work};
 pub use watchdog::{Beat, Watchdog};

@@ -13,6 +13,7 @@ use ipnet::IpNet;
 use serde::Serialize;
 
 use crate::identity::TrustDomain;
+use crate::lifecycle::DescriptorBounds;
 use crate::telemetry::log::{Format, Levels};
 
 mod check;
@@ -376,6 +377,7 @@ pub struct Limits {
     pub pool_max_streams: u32,
     pub pod_max_connections: u32,
     pub pod_max_handshakes: u32,
+    pub descriptors: DescriptorBounds,
 }
 
 /// Logs and metrics.

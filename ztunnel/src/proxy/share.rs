@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -70,6 +71,17 @@ impl Pod {
         handshakes.all += 1;
         Ok(Handshake { pod: self.clone(), client })
     }
+}
+
+/// Whether there is a descriptor for a socket that came in, beside those that are kept for what must go on. Without
+/// this the process would run out of them, and nobody could reach it any more, nor would it reach its control plane.
+pub fn room_for(socket: &impl AsRawFd, limits: &Limits) -> Result<(), Failure> {
+    let most = limits.descriptors.accepted;
+    if socket.as_raw_fd().unsigned_abs() < most {
+        return Ok(());
+    }
+    let text = format!("the proxy has {most} descriptors open already, the most that connections may take");
+    Err(Failure::new(ResponseFlag::Connect, "limit", text))
 }
 
 fn take(count: &AtomicU32, most: u32, what: &str, setting: &str) -> Result<(), Failure> {

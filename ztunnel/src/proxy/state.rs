@@ -119,6 +119,7 @@ impl Shared {
             keepalive_time: timeouts.keepalive_time,
             keepalive_interval: timeouts.keepalive_interval,
             user_timeout: timeouts.user_timeout,
+            descriptors: config.limits.descriptors.dialled,
         };
         Arc::new(Self {
             hbone,

@@ -20,11 +20,12 @@ use tokio::task::LocalSet;
 
 use super::attested::Attestations;
 use super::neighbour::Avoided;
+use super::relay::Resetting;
 use super::state::{Phase, Pod, Shared};
-use super::{guard, inbound, outbound, plaintext};
+use super::{guard, inbound, outbound, plaintext, share};
 use crate::hbone::{Pool, Tunnels};
 use crate::lifecycle::Watchdog;
-use crate::telemetry::flow::Failure;
+use crate::telemetry::flow::{Direction, Failure, Flow, Protocol};
 use crate::telemetry::log::Hush;
 
 /// A worker as other threads see it.
@@ -147,7 +148,10 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>) {
                     // It may be gone already, which shows soon.
                     let _ = worker.shared.tcp.keep_alive(SockRef::from(&socket));
                 }
-                worker.place(kind, &pod, socket, client);
+                match share::room_for(&socket, &worker.shared.config.limits) {
+                    Ok(()) => worker.place(kind, &pod, socket, client),
+                    Err(failure) => worker.refuse(kind, &pod, socket, client, &failure),
+                }
             }
             Err(error) if is_peers(&error) => {}
             Err(error) => {
@@ -229,6 +233,19 @@ impl Worker {
             }
             _ => self.begin(kind, pod.clone(), socket, client, self.own.count(kind)),
         }
+    }
+
+    fn refuse(&self, kind: Listener, pod: &Pod, socket: TcpStream, client: SocketAddr, failure: &Failure) {
+        let (direction, protocol) = match kind {
+            Listener::Outbound => (Direction::Outbound, Protocol::Tcp),
+            Listener::Plaintext => (Direction::Inbound, Protocol::Tcp),
+            Listener::Hbone => (Direction::Inbound, Protocol::Hbone),
+        };
+        let local = socket.local_addr().unwrap_or(client);
+        let local = SocketAddr::new(local.ip().to_canonical(), local.port());
+        drop(Resetting::new(socket));
+        let flow = Flow::new(direction, protocol, pod.uid.clone(), client, local);
+        self.shared.telemetry.failed(&flow, failure);
     }
 
     fn begin(self: &Rc<Self>, kind: Listener, pod: Arc<Pod>, socket: TcpStream, client: SocketAddr, counted: Counted) {

@@ -7,7 +7,7 @@ use super::values::{self, Bytes};
 use super::{
     ConfigError, ControlArgs, ControlPlane, LimitArgs, Limits, Listen, ProxyArgs, ProxyConfig, TimeoutArgs, Timeouts,
 };
-use crate::lifecycle::descriptors;
+use crate::lifecycle::{DescriptorBounds, descriptors};
 
 impl ProxyArgs {
     /// Checks what depends on several settings, fills in what is derived. `environment` is the process's (it holds
@@ -140,6 +140,7 @@ impl LimitArgs {
             pool_max_streams: self.pool_max_streams,
             pod_max_connections: self.pod_max_connections.unwrap_or_else(|| descriptors() / 4),
             pod_max_handshakes: self.pod_max_handshakes,
+            descriptors: DescriptorBounds::of(descriptors()),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! What happens inside a connection: who speaks first, small writes, ends of every kind, all told truly to the other
 //! side.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -143,6 +143,38 @@ fn a_reset_after_bytes_were_sent_is_never_dressed_up_as_an_orderly_end() {
         stream.hear(10_000);
         stream.say(b"g");
         assert_eq!(stream.hear_end().1, End::Reset);
+    }
+}
+
+/// Who does not read finds the reset all the same, as without a mesh: it does not stand behind the bytes.
+#[test]
+fn a_reset_behind_bytes_that_nobody_reads_reaches_the_other_side() {
+    let shop = Shop::in_mesh();
+    let fill_and_reset = |mut stream: TcpStream| {
+        stream.set_write_timeout(Some(Duration::from_secs(1))).expect("set a timeout");
+        let full = loop {
+            if let Err(error) = stream.write(&[1; 65_536]) {
+                break error;
+            }
+        };
+        assert_eq!(full.kind(), ErrorKind::WouldBlock, "the sender is held");
+        stream.reset();
+    };
+    let reset_of = |stream: &TcpStream| {
+        let error = wait_for("a reset without a read", || stream.take_error().expect("ask for an error"));
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    };
+    let (tell, told) = std::sync::mpsc::channel();
+    let holds = Behaviour::custom(move |stream| {
+        reset_of(&stream);
+        tell.send(()).expect("the test waits");
+    });
+    for (_server, to) in both_ways(&shop, holds) {
+        fill_and_reset(connect(&shop, to));
+        told.recv_timeout(Duration::from_secs(30)).expect("the server is told");
+    }
+    for (_server, to) in both_ways(&shop, Behaviour::custom(fill_and_reset)) {
+        reset_of(&connect(&shop, to));
     }
 }
 

@@ -362,6 +362,10 @@ impl Core {
 
     fn remove(&mut self, id: u32) {
         self.streams.remove(&id);
+        // A peer that gives no window and resets what waits for it must not make the list grow for ever.
+        if self.queue.len() > 2 * self.streams.len() + FEW_WAITING {
+            self.queue.retain(|waiting| self.streams.contains_key(waiting));
+        }
     }
 
     fn fail(&mut self, reason: Reason, what: &'static str) {
@@ -498,6 +502,8 @@ const MAX_UNSENT: usize = 64 * 1024;
 /// Streams of ours that were reset, and that frames of the peer's may still be under way for.
 const REMEMBERED: usize = 256;
 const FIRST_BLOCK: usize = 512;
+/// Streams that have ended and may stand on the list of those that wait.
+const FEW_WAITING: usize = 64;
 /// What our pings carry.
 const ALIVE: [u8; 8] = *b"us-alive";
 const LEAVING: [u8; 8] = *b"us-leave";

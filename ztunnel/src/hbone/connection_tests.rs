@@ -577,6 +577,27 @@ fn streams_that_wait_for_room_take_turns_and_those_that_cannot_use_theirs_hold_u
     assert_eq!(connection.room(3, &mut states[1].borrow_mut(), 3 * TURN), 100);
 }
 
+/// The peer reads, but gives no window, and resets what waits for it.
+#[test]
+fn streams_that_are_reset_while_they_wait_for_room_are_forgotten() {
+    let mut connection = server();
+    let kept = connect(&mut connection, 1);
+    assert_eq!(connection.room(1, &mut kept.borrow_mut(), 0), 0);
+    for n in 1..1000 {
+        let id = 2 * n + 1;
+        let state = connect(&mut connection, id);
+        connection.answer(id, &Response { status: StatusCode::OK, headers: HeaderMap::new() }, false);
+        assert_eq!(connection.room(id, &mut state.borrow_mut(), 0), 0);
+        let mut reset = Vec::new();
+        frame::write(&mut reset, kind::RST_STREAM, 0, id, &u32::from(Reason::CANCEL).to_be_bytes());
+        connection.read(&reset);
+        connection.out().clear();
+    }
+    assert_eq!(connection.failed(), None);
+    let waiting = &connection.core.queue;
+    assert!(waiting.len() < 100 && waiting.front() == Some(&1), "{waiting:?}");
+}
+
 #[test]
 fn faults_on_streams_that_are_not_answered_end_the_connection_too() {
     let mut connection = server();

@@ -8,16 +8,16 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use h2::Reason;
 use socket2::SockRef;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use crate::hbone::{Broken, Buffer, Sink, Stream};
 
@@ -95,6 +95,8 @@ pub struct TunnelRelay<M> {
     seen: (u64, u64),
     first_fin: Option<Side>,
     silence: Silence,
+    /// While the app has more to say than the stream takes.
+    stall: Stall,
 }
 
 /// The app's connection, for the relay to read from, and for whoever has bytes to write to.
@@ -159,6 +161,7 @@ impl<M: Meter> TunnelRelay<M> {
             seen: (0, 0),
             first_fin: None,
             silence: Silence::new(half_close),
+            stall: Stall::default(),
         }
     }
 
@@ -227,7 +230,12 @@ impl<M: Meter> TunnelRelay<M> {
             // Room is asked for only when there is something to send.
             let app = &mut self.app.socket.borrow_mut().socket;
             ready!(app.poll_read_ready(cx)).map_err(|e| failed(side, e))?;
-            let room = ready!(self.stream.poll_room(cx)).map_err(|broken| self.broken(broken))?;
+            let Poll::Ready(room) = self.stream.poll_room(cx) else {
+                let reset = ready!(self.stall.poll(cx, app));
+                return Poll::Ready(Err(failed(side, reset)));
+            };
+            let room = room.map_err(|broken| self.broken(broken))?;
+            self.stall = Stall::default();
             let mut buffer = Buffer::lend();
             let mut into = ReadBuf::new(&mut buffer.room(0)[..room]);
             ready!(Pin::new(&mut *app).poll_read(cx, &mut into)).map_err(|e| failed(side, e))?;
@@ -343,6 +351,8 @@ struct Pipe {
     buffer: Option<Buffer>,
     ended: bool,
     done: bool,
+    /// While the reader takes nothing.
+    stall: Stall,
 }
 
 impl Pipe {
@@ -357,8 +367,12 @@ impl Pipe {
         while !self.done {
             if let Some(buffer) = &mut self.buffer {
                 while !buffer.is_empty() {
-                    let n = ready!(Pin::new(&mut *to).poll_write(cx, buffer.filled()))
-                        .map_err(|e| failed(from_side.other(), e))?;
+                    let Poll::Ready(written) = Pin::new(&mut *to).poll_write(cx, buffer.filled()) else {
+                        let reset = ready!(self.stall.poll(cx, from));
+                        return Poll::Ready(Err(failed(from_side, reset)));
+                    };
+                    let n = written.map_err(|e| failed(from_side.other(), e))?;
+                    self.stall = Stall::default();
                     buffer.take(n);
                     count(n as u64);
                 }
@@ -430,6 +444,30 @@ impl Drop for Resetting {
         }
     }
 }
+
+/// A side that has more to say than the other takes is not read from, and its bytes stand before its reset: it is looked
+/// for now and then.
+#[derive(Default)]
+struct Stall(Option<Pin<Box<Sleep>>>);
+
+impl Stall {
+    /// Ready when the connection has failed, with the reason. Only to be called while the other side takes nothing.
+    fn poll(&mut self, cx: &mut Context<'_>, from: &TcpStream) -> Poll<io::Error> {
+        loop {
+            ready!(self.0.get_or_insert_with(|| Box::pin(sleep(LOOK))).as_mut().poll(cx));
+            self.0 = None;
+            // Asked first: the question for an error takes what the next read is to be told.
+            if pin!(from.ready(Interest::ERROR)).poll(cx).is_ready()
+                && let Some(error) = from.take_error().unwrap_or_else(Some)
+            {
+                return Poll::Ready(error);
+            }
+        }
+    }
+}
+
+/// Between two looks at a side that is not read from.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// The deadline of a half-closed connection.
 struct Silence {

@@ -280,7 +280,7 @@ impl Mesh {
         if let Some(most) = self.options.proxy_descriptors {
             let limit = Rlimit { current: Some(most), maximum: Some(most) };
             // SAFETY: between fork and exec it makes one system call and touches no memory of others.
-            unsafe { command.pre_exec(move || Ok(setrlimit(Resource::Nofile, limit.clone())?)) };
+            unsafe { command.pre_exec(move || Ok(setrlimit(Resource::Nofile, limit)?)) };
         }
         command
     }

@@ -184,17 +184,19 @@ async fn theirs(
     let sender = async {
         let mut sent = 0;
         loop {
-            let n = plan.piece.min(to_send - sent);
-            let last = sent + n == to_send;
+            let mut n = plan.piece.min(to_send - sent);
             if n > 0 {
                 send.reserve_capacity(n);
-                while send.capacity() < n {
+                // Streams that each held a part of the connection's window and waited for the rest would wait for ever.
+                while send.capacity() == 0 {
                     match poll_fn(|cx| send.poll_capacity(cx)).await {
                         Some(Ok(_)) => {}
                         _ => return,
                     }
                 }
+                n = n.min(send.capacity());
             }
+            let last = sent + n == to_send;
             if send.send_data(pattern(number, sent, n).into(), last).is_err() {
                 return;
             }

@@ -160,7 +160,8 @@ impl<E: Clone> Peer<E> {
         Ok(())
     }
 
-    /// A place on the tunnel with the most room.
+    /// A place on the fullest tunnel that has room: what leaves together costs less, and tunnels of a burst fall idle
+    /// after it, and end.
     fn place(
         &self,
         request: Request,
@@ -173,7 +174,7 @@ impl<E: Clone> Peer<E> {
             .iter()
             .map(|t| (t.room(settings, now), t))
             .filter(|(room, _)| *room > 0)
-            .max_by_key(|(room, _)| *room)
+            .min_by_key(|(room, _)| *room)
             .map(|(_, t)| t.stream(request, settings))
     }
 }

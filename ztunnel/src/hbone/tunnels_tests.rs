@@ -185,6 +185,40 @@ async fn tunnels_that_are_retired_keep_their_streams_and_new_ones_go_on_another(
     .await;
 }
 
+/// After a burst, what is left of the traffic goes on few tunnels: the others fall idle and end.
+#[tokio::test]
+async fn streams_after_a_burst_go_on_the_fullest_tunnel_that_has_room() {
+    local(async {
+        let rig = Rig::new(HOUR, HOUR).await;
+        let streams = Settings::default().streams_per_tunnel as usize;
+        let mut burst = Vec::new();
+        for _ in 0..2 * streams + 1 {
+            burst.push(rig.asked().await);
+        }
+        assert_eq!(rig.client.tunnels.len(), 3);
+        // One stream of each tunnel lives on, and two of the last full one.
+        let mut kept: Vec<_> = burst
+            .into_iter()
+            .enumerate()
+            .filter(|(at, _)| [0, streams, streams + 1, 2 * streams].contains(at))
+            .collect();
+        for _ in 0..2 * streams {
+            drop(rig.asked().await);
+        }
+        let mut more = Vec::new();
+        for _ in 0..3 {
+            more.push(rig.asked().await);
+        }
+        assert_eq!(rig.client.tunnels.len(), 3, "no new ones");
+        let loads: Vec<_> = rig.client.tunnels.all().iter().map(|load| load.streams()).collect();
+        assert_eq!(loads, [1, 5, 1]);
+        for (_, stream) in &mut kept {
+            ask(stream).await.unwrap();
+        }
+    })
+    .await;
+}
+
 /// A root that is withdrawn later hurts nobody who began after the renewal.
 #[tokio::test]
 async fn new_streams_go_on_a_new_tunnel_once_the_certificates_should_have_been_renewed() {

@@ -60,6 +60,14 @@ impl Daemon {
         self.wait_end();
     }
 
+    /// Ends it if it runs.
+    pub(crate) fn end(&self) {
+        if let Some(mut child) = self.child.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
     /// Asks it to end, and waits until it is gone.
     pub fn terminate(&self) -> ExitStatus {
         self.signal(Signal::TERM);
@@ -137,10 +145,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        if let Some(mut child) = self.child.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner()).take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        self.end();
     }
 }
 

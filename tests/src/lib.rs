@@ -38,6 +38,7 @@
 //! | send bad HBONE, or use a bad certificate | [`HboneClient`], `tb.mesh().authority()`, [`Authority::foreign`] |
 //! | have a certificate service that misbehaves, or rotates its roots | [`FakeCa`] |
 //! | have Envoy as the other side, or as a sidecar | [`Envoy::hbone_client`], [`Envoy::hbone_server`], [`Envoy::sidecar`] |
+//! | have a real Kubernetes API server | [`kubernetes::ApiServer`] |
 //! | wait | [`wait_for`] with words for what is waited for; never a fixed sleep |
 //!
 //! What the testbed itself cannot do panics with the thing and the step; what a test may expect to fail (`connect`)
@@ -56,6 +57,7 @@ mod fake_ca;
 mod grpc;
 mod hbone;
 mod http;
+pub mod kubernetes;
 pub mod load;
 mod mesh;
 mod metrics;

@@ -61,12 +61,15 @@ pub fn run(name: &str, profile: Profile, args: &[&str]) -> Result<ExitCode> {
     let path = target_dir()?.join(profile.dir()).join(name);
     let mut command = Command::new(&path);
     command.args(args).current_dir(root());
-    let end_with_us =
-        || rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM)).map_err(Into::into);
     // SAFETY: between fork and exec only one system call is made.
     unsafe { command.pre_exec(end_with_us) };
     let status = command.status().with_context(|| format!("start {}", path.display()))?;
     Ok(exit_code(status))
+}
+
+/// For a process that was just forked: it is told to end when the thread that started it does.
+pub fn end_with_us() -> std::io::Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM)).map_err(Into::into)
 }
 
 /// As a shell tells it: a signal is 128 and its number.

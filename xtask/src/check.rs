@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use crate::build::{self, Profile, cargo};
-use crate::{ebpf, kubernetes, packages, preflight};
+use crate::{ebpf, golang, kubernetes, packages, preflight};
 
 /// A step that takes longer is taken for hung.
 const STEP_LIMIT: Duration = Duration::from_secs(25 * 60);
@@ -27,10 +27,9 @@ struct Step {
 pub fn run(filter: Option<&str>) -> Result<ExitCode> {
     packages::install(packages::ALL)?;
     packages::fetch_envoy()?;
-    packages::build_h2spec()?;
     preflight::check()?;
     // Takes long, and is needed last.
-    let kubernetes = kubernetes::begin();
+    let kubernetes = golang::begin();
     let mut steps = Vec::new();
     if filter.is_none() {
         steps.push(step("format", cargo(&["fmt", "--all", "--check"]))?);
@@ -65,10 +64,9 @@ pub fn run(filter: Option<&str>) -> Result<ExitCode> {
         // Without a name, ztunnel's own have run above.
         let packages: &[&str] = if filter.is_some() { &["ztunnel", "tests"] } else { &["tests"] };
         let files = packages.iter().map(|package| test_files(package)).collect::<Result<Vec<_>>>()?.concat();
-        let (with_kubernetes, others): (Vec<_>, Vec<_>) =
-            files.into_iter().partition(|file| file.starts_with(WITH_KUBERNETES));
+        let (with_go, others): (Vec<_>, Vec<_>) = files.into_iter().partition(|file| needs_go(file));
         steps.push(step("end to end", end_to_end(packages, &others, &["--test-threads=2"], filter))?);
-        steps.extend(kubernetes_step(kubernetes, &with_kubernetes, filter)?);
+        steps.extend(step_with_go(kubernetes, &with_go, filter)?);
     }
     if let Some(filter) = filter
         && steps.iter().all(|step| step.ok && step.passed == 0 && step.skipped == 0)
@@ -78,13 +76,15 @@ pub fn run(filter: Option<&str>) -> Result<ExitCode> {
     Ok(summary(&steps))
 }
 
-/// Files of tests that talk to a real API server begin with this.
-const WITH_KUBERNETES: &str = "kubernetes";
+/// Does this file of tests talk to programs that Go builds? To a real API server, or to h2spec.
+fn needs_go(file: &str) -> bool {
+    file.starts_with("kubernetes") || file == "h2spec"
+}
 
-/// The tests that need what is built in the background. Where it cannot be built they are named and left out; in CI,
-/// where nothing may be missing unseen, that is a failure.
-fn kubernetes_step(build: kubernetes::Build, files: &[String], filter: Option<&str>) -> Result<Option<Step>> {
-    const NAME: &str = "Kubernetes";
+/// The tests that need what Go builds, most of it in the background. Where it cannot be built they are named and left
+/// out; in CI, where nothing may be missing unseen, that is a failure.
+fn step_with_go(build: Result<kubernetes::Build>, files: &[String], filter: Option<&str>) -> Result<Option<Step>> {
+    const NAME: &str = "with Go";
     let start = Instant::now();
     let output = end_to_end(&["tests"], files, &["--list"], filter).stdout(Stdio::piped()).output();
     let list = output.context("start cargo")?;
@@ -93,7 +93,7 @@ fn kubernetes_step(build: kubernetes::Build, files: &[String], filter: Option<&s
         // None of them has a name that was asked for: nothing to wait for.
         return Ok(None);
     }
-    let Err(missing) = build.finish() else {
+    let Err(missing) = build.and_then(kubernetes::Build::finish) else {
         return step(NAME, end_to_end(&["tests"], files, &["--test-threads=2"], filter)).map(Some);
     };
     if build::interrupted() {
@@ -103,7 +103,7 @@ fn kubernetes_step(build: kubernetes::Build, files: &[String], filter: Option<&s
     for name in &names {
         println!("skipped: {name}");
     }
-    println!("{} tests with a real Kubernetes skipped: {missing:#}", names.len());
+    println!("{} tests with a real Kubernetes or h2spec skipped: {missing:#}", names.len());
     let step = Step { name: NAME, ok: !is_ci(), took: start.elapsed(), passed: 0, failed: 0, skipped: names.len() };
     Ok(Some(step))
 }
@@ -240,8 +240,8 @@ mod tests {
     #[test]
     fn every_file_of_tests_is_run() {
         let files = test_files("tests").expect("there are tests");
-        assert!(files.iter().any(|file| file.starts_with(WITH_KUBERNETES)), "{files:?}");
-        assert!(files.contains(&"h2spec".to_owned()), "{files:?}");
+        let with_go: Vec<_> = files.iter().filter(|file| needs_go(file)).collect();
+        assert!(with_go.len() >= 2 && with_go.len() < files.len(), "{files:?}");
         let files = test_files("ztunnel").expect("there are tests");
         assert!(files.contains(&"capture".to_owned()) && files.contains(&"policy".to_owned()), "{files:?}");
     }

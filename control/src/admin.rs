@@ -8,6 +8,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tonic::codegen::http::StatusCode;
+use ztunnel::kubernetes::Health;
 use ztunnel::lifecycle::Shutdown;
 use ztunnel::manifests::{Objects, SecurityKind};
 use ztunnel::proto::workload as wire;
@@ -15,7 +16,6 @@ use ztunnel::telemetry::http::{Chunks, Request, Response, Router};
 use ztunnel::telemetry::metrics::Metrics;
 
 use crate::ca::Ca;
-use crate::kubernetes::Health;
 use crate::model::{Decoded, Resource, Set, Snapshot};
 use crate::policy;
 

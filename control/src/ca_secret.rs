@@ -11,9 +11,9 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use serde_json::json;
 use ztunnel::files::read_small;
+use ztunnel::kubernetes::{Api, ApiError};
 
 use crate::ca::{Ca, CaError, CaSettings, write_whole};
-use crate::kubernetes::{Api, ApiError};
 
 /// A Secret and the folder that it is brought into.
 #[derive(Debug, Clone)]
@@ -196,8 +196,10 @@ const LOOK: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use apistub::ApiStub;
+
     use super::*;
-    use crate::kubernetes::fake::FakeServer;
+    use crate::kubernetes::tests::api;
     use ztunnel::identity::TrustDomain;
 
     struct Dir(PathBuf);
@@ -223,14 +225,14 @@ mod tests {
         }
     }
 
-    fn secret(server: &FakeServer, dir: &Dir) -> CaSecret {
+    fn secret(server: &ApiStub, dir: &Dir) -> CaSecret {
         let (namespace, name) = ("understory-system".into(), "understory-ca".into());
-        CaSecret { api: Api::at(server.address), namespace, name, dir: dir.0.clone() }
+        CaSecret { api: api(server), namespace, name, dir: dir.0.clone() }
     }
 
     #[tokio::test]
     async fn replicas_have_one_root_whoever_comes_first() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         let dirs = [dir("a"), dir("b"), dir("c")];
         let of = |index: usize| secret(&server, &dirs[index]);
         let (a, b) = (of(0), of(1));
@@ -245,7 +247,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_changed_in_the_secret_goes_into_the_folder_and_nothing_else_does() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         let (ours, other) = (dir("ours"), dir("other"));
         let secret = secret(&server, &ours);
         let ca = secret.open(settings(&ours)).await.unwrap();
@@ -270,7 +272,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_secret_that_may_not_be_read_stops_the_start_and_makes_no_root() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         let path = "/api/v1/namespaces/understory-system/secrets/understory-ca";
         let forbidden = json!({"kind": "Status", "code": 403, "message": "forbidden"});
         server.state().answers.insert(path.into(), (403, forbidden));

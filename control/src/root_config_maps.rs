@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use ztunnel::kubernetes::{Api, ApiError};
 use ztunnel::manifests::Objects;
 
 use crate::ca::Ca;
-use crate::kubernetes::{Api, ApiError};
 use crate::metrics::Metrics;
 
 /// What is needed to keep them.
@@ -113,16 +113,18 @@ const RETRY: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
+    use apistub::ApiStub;
+
     use super::*;
     use crate::ca::CaSettings;
-    use crate::kubernetes::fake::FakeServer;
+    use crate::kubernetes::tests::api;
     use k8s_openapi::api::core::v1::Namespace;
     use ztunnel::identity::TrustDomain;
     use ztunnel::manifests::{Object, ObjectKey};
 
     #[tokio::test]
     async fn each_namespace_has_the_roots_and_only_a_leader_writes_them() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         let dir = std::env::temp_dir().join(format!("understory-config-maps-{}", std::process::id()));
         let ca = Ca::open(CaSettings {
             dir: dir.clone(),
@@ -143,7 +145,7 @@ mod tests {
         server.state().put(ALL, others);
         let (objects, receiver) = watch::channel(with(&["a", "b"]));
         let (lead, leads) = watch::channel(false);
-        let api = Api::at(server.address);
+        let api = api(&server);
         let keeper = tokio::spawn(RootConfigMaps { api, ca, objects: receiver, leads, metrics }.keep());
         objects.send_replace(with(&["a", "b", "c"]));
         tokio::task::yield_now().await;

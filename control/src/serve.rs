@@ -12,6 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 use ztunnel::files::read_small;
 use ztunnel::identity::rfc3339;
+use ztunnel::kubernetes::{Api, ConnectError, Health, Source};
 use ztunnel::lifecycle::Shutdown;
 use ztunnel::manifests::{self, Folders, Objects, Watch, WatchError};
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateServiceServer;
@@ -24,7 +25,7 @@ use crate::admin::{self, Readiness};
 use crate::ca::{Ca, CaError, CaSettings, FolderWatch, write_whole};
 use crate::ca_secret::{CaSecret, CaSecretError};
 use crate::certificates::{Certificates, Rules};
-use crate::kubernetes::{Api, Candidate, ConnectError, Health, Source};
+use crate::kubernetes::{self, Candidate};
 use crate::limits::{Rate, Rates};
 use crate::metrics::Metrics;
 use crate::model::{Model, ModelSettings, Snapshot};
@@ -176,7 +177,7 @@ impl Control {
             None => None,
         };
         let feed = match (&api, args.manifests) {
-            (Some(api), _) => Feed::Kubernetes(Source::start(api)),
+            (Some(api), _) => Feed::Kubernetes(kubernetes::source(api)),
             (None, folder) => Feed::folder(folder.unwrap_or_default(), args.status_dir).await?,
         };
         let (objects, health) = (feed.objects(), feed.health());

@@ -6,6 +6,7 @@ pub mod discovery;
 pub mod files;
 pub mod hbone;
 pub mod identity;
+pub mod kubernetes;
 pub mod lifecycle;
 pub mod manifests;
 pub mod mesh;

@@ -10,8 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use serde_json::json;
 use tokio::sync::watch;
-
-use super::api::{Api, ApiError};
+use ztunnel::kubernetes::{Api, ApiError};
 
 /// A replica that would lead.
 #[derive(Debug)]
@@ -193,8 +192,8 @@ mod tests {
 
     #[tokio::test]
     async fn of_two_one_leads_and_the_other_follows_it() {
-        let server = super::super::fake::FakeServer::start().await;
-        let candidate = |me: &str| Candidate::new(Api::at(server.address), "ns".into(), "lease", me.into());
+        let server = apistub::ApiStub::start().await;
+        let candidate = |me: &str| Candidate::new(super::super::tests::api(&server), "ns".into(), "lease", me.into());
         let (first, second) = (candidate("first"), candidate("second"));
         let (mut first_leads, mut second_leads) = (first.leads(), second.leads());
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
@@ -217,7 +216,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_lease_is_taken_over_only_after_its_time_without_a_sign_of_life() {
-        let api = Api::at("127.0.0.1:1".parse().unwrap());
+        let api = Api::unprotected("127.0.0.1:1".parse().unwrap()).unwrap();
         let mut candidate = Candidate::new(api, "ns".into(), "lease", "me".into());
         let spec = |holder: &str, transitions: i32| LeaseSpec {
             holder_identity: Some(holder.into()),

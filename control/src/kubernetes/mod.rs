@@ -1,57 +1,30 @@
-//! The Kubernetes API server as a source of objects: the counterpart of a folder of manifests, behind the same channel.
-//!
-//! Must never take away what is known because the API server cannot be asked, nor hand out half of a first reading.
+//! What control reads of the Kubernetes API server, and how much it keeps of it; and which of several replicas leads.
 
-mod api;
-#[cfg(test)]
-pub(crate) mod fake;
-mod follow;
-mod health;
-mod kind;
 mod lease;
 mod read;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
-use std::sync::Arc;
+use ztunnel::kubernetes::{Api, Kind, Source, Wanted};
+use ztunnel::manifests::SecurityKind;
 
-use tokio::sync::watch;
-use tokio::task::JoinSet;
-use ztunnel::manifests::Objects;
-
-pub use api::{Api, ApiError, ConnectError};
-pub use health::{Health, State};
-pub use kind::Kind;
 pub use lease::Candidate;
 pub use read::read;
 
-/// The objects of a cluster, kept up to date until it is dropped.
-#[derive(Debug)]
-pub struct Source {
-    objects: watch::Receiver<Arc<Objects>>,
-    health: Arc<Health>,
-    /// One for each kind; they end with it.
-    _tasks: JoinSet<()>,
+/// Begins to read all that the model is made of. Must be called on a runtime.
+pub fn source(api: &Api) -> Source {
+    Source::start(api, wanted(), read)
 }
 
-impl Source {
-    /// Begins to read. Must be called on a runtime.
-    pub fn start(api: &Api) -> Self {
-        let (sender, objects) = watch::channel(Arc::new(Objects::default()));
-        let (sender, health) = (Arc::new(sender), Health::new());
-        let mut tasks = JoinSet::new();
-        for kind in Kind::ALL {
-            tasks.spawn(follow::Follower::new(api.clone(), kind, sender.clone(), health.clone()).run());
-        }
-        Self { objects, health, _tasks: tasks }
-    }
-
-    /// The objects, now and from now on. Not whole before [`Health::complete`].
-    pub fn objects(&self) -> watch::Receiver<Arc<Objects>> {
-        self.objects.clone()
-    }
-
-    pub fn health(&self) -> Arc<Health> {
-        self.health.clone()
-    }
+fn wanted() -> Vec<Wanted> {
+    vec![
+        Wanted::all(Kind::Namespace).only_metadata(),
+        Wanted::all(Kind::Node).only_metadata(),
+        // The mesh has forgotten those that have ended.
+        Wanted::all(Kind::Pod).with_fields("status.phase!=Succeeded,status.phase!=Failed"),
+        Wanted::all(Kind::Service),
+        Wanted::all(Kind::EndpointSlice),
+        Wanted::all(Kind::Security(SecurityKind::PeerAuthentication)),
+        Wanted::all(Kind::Security(SecurityKind::AuthorizationPolicy)),
+    ]
 }

@@ -13,20 +13,12 @@ use k8s_openapi::api::discovery::v1::{Endpoint, EndpointConditions, EndpointSlic
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use ztunnel::manifests::{Object, ObjectKey, SecurityKind, SecurityPolicy};
+use ztunnel::kubernetes::Kind;
+use ztunnel::manifests::{Object, SecurityKind, SecurityPolicy};
 
-use super::Kind;
-
-/// An object of a kind, read and pruned. `version` is that of the API that it came from. The key is missing if not even
-/// the object's name can be made out.
-pub fn read(kind: Kind, version: &str, mut value: Value) -> (Option<ObjectKey>, Result<Object, String>) {
-    let text = |name: &str| value["metadata"][name].as_str().unwrap_or_default().to_owned();
-    let (namespace, name) = (text("namespace"), text("name"));
-    if name.is_empty() {
-        return (None, Err("metadata.name is missing".into()));
-    }
-    let key = kind.key(&namespace, &name);
-    let object = match kind {
+/// An object of a kind, read and pruned. `version` is that of the API that it came from.
+pub fn read(kind: Kind, version: &str, mut value: Value) -> Result<Object, String> {
+    match kind {
         // Of these only the metadata is asked for.
         Kind::Namespace => metadata(&mut value).map(|meta| Object::Namespace(Arc::new(namespace_of(meta)))),
         Kind::Node => metadata(&mut value).map(|meta| Object::Node(Arc::new(node(meta)))),
@@ -34,20 +26,6 @@ pub fn read(kind: Kind, version: &str, mut value: Value) -> (Option<ObjectKey>, 
         Kind::Service => parse(value).map(|object| Object::Service(Arc::new(service(object)))),
         Kind::EndpointSlice => parse(value).map(|object| Object::EndpointSlice(Arc::new(slice(object)))),
         Kind::Security(kind) => policy(kind, version, value),
-    };
-    (Some(key), object)
-}
-
-/// What takes the place of a policy that cannot be read; of other kinds nothing does.
-pub(super) fn stand_in(key: &ObjectKey, reason: &str) -> Option<Object> {
-    let (kind, name) = SecurityKind::of(key)?;
-    Some(wrap(kind, SecurityPolicy::stand_in(name, reason)))
-}
-
-fn wrap(kind: SecurityKind, policy: SecurityPolicy) -> Object {
-    match kind {
-        SecurityKind::PeerAuthentication => Object::PeerAuthentication(Arc::new(policy)),
-        SecurityKind::AuthorizationPolicy => Object::AuthorizationPolicy(Arc::new(policy)),
     }
 }
 
@@ -63,7 +41,7 @@ fn policy(kind: SecurityKind, version: &str, mut value: Value) -> Result<Object,
         generation: meta.generation,
         ..pruned(meta, |key| key == DRY_RUN)
     };
-    Ok(wrap(kind, SecurityPolicy { metadata, spec: Ok(value["spec"].take()) }))
+    Ok(Object::policy(kind, SecurityPolicy { metadata, spec: Ok(value["spec"].take()) }))
 }
 
 fn parse<T: DeserializeOwned>(mut value: Value) -> Result<T, String> {

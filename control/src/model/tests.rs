@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use apistub::merged;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use ztunnel::kubernetes::Kind;
 use ztunnel::manifests::{ObjectName, Objects, PodRef, PodStatus, Redirection, SecurityKind, SecurityPolicy};
 use ztunnel::proto::workload as wire;
 
@@ -700,24 +702,21 @@ impl Cluster {
 
 fn as_read_from_the_api_server(objects: &Objects) -> Objects {
     let mut kept = Objects { statuses: objects.statuses.clone(), ..Objects::default() };
-    let mut keep = |kind, value| {
-        let (key, object) = kubernetes::read(kind, "v1", value);
-        kept.put(key.unwrap(), object.unwrap());
+    let mut keep = |kind: Kind, value| {
+        let key = kind.key_of(&value).unwrap();
+        kept.put(key, kubernetes::read(kind, "v1", value).unwrap());
     };
-    objects.namespaces.values().for_each(|o| keep(kubernetes::Kind::Namespace, json!(**o)));
-    objects.nodes.values().for_each(|o| keep(kubernetes::Kind::Node, json!(**o)));
-    objects.pods.values().for_each(|o| keep(kubernetes::Kind::Pod, json!(**o)));
-    objects.services.values().for_each(|o| keep(kubernetes::Kind::Service, json!(**o)));
-    objects.endpoint_slices.values().for_each(|o| keep(kubernetes::Kind::EndpointSlice, json!(**o)));
+    objects.namespaces.values().for_each(|o| keep(Kind::Namespace, json!(**o)));
+    objects.nodes.values().for_each(|o| keep(Kind::Node, json!(**o)));
+    objects.pods.values().for_each(|o| keep(Kind::Pod, json!(**o)));
+    objects.services.values().for_each(|o| keep(Kind::Service, json!(**o)));
+    objects.endpoint_slices.values().for_each(|o| keep(Kind::EndpointSlice, json!(**o)));
     for (kind, policies) in [
         (SecurityKind::PeerAuthentication, &objects.peer_authentications),
         (SecurityKind::AuthorizationPolicy, &objects.authorization_policies),
     ] {
         for policy in policies.values() {
-            keep(
-                kubernetes::Kind::Security(kind),
-                json!({"metadata": policy.metadata, "spec": policy.spec.clone().unwrap()}),
-            );
+            keep(Kind::Security(kind), json!({"metadata": policy.metadata, "spec": policy.spec.clone().unwrap()}));
         }
     }
     kept
@@ -765,20 +764,6 @@ pub(crate) fn cart(ports: Value) -> Value {
         "metadata": {"name": "cart", "namespace": "shop"},
         "spec": {"selector": {"app": "cart"}, "ports": ports},
     })
-}
-
-/// Merge as of RFC 7396.
-pub(crate) fn merged(mut target: Value, change: &Value) -> Value {
-    let (Value::Object(into), Value::Object(from)) = (&mut target, change) else { return change.clone() };
-    for (key, value) in from {
-        if value.is_null() {
-            into.remove(key);
-        } else {
-            let old = into.remove(key).unwrap_or(Value::Null);
-            into.insert(key.clone(), merged(old, value));
-        }
-    }
-    target
 }
 
 fn find(snapshot: &Snapshot, uid: &str) -> Option<wire::Workload> {

@@ -9,10 +9,10 @@ use std::time::SystemTime;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use ztunnel::identity::rfc3339;
+use ztunnel::kubernetes::{Api, ApiError, Kind, Place};
 use ztunnel::manifests::{ObjectKey, SecurityKind};
 
 use super::{RETRY, Statuses, differences};
-use crate::kubernetes::{Api, ApiError, Kind};
 use crate::metrics::Metrics;
 use crate::model::{PolicyStatus, Snapshot};
 
@@ -67,7 +67,7 @@ impl PolicyConditions {
 
     /// Why the first of those that stay pending could not be written.
     async fn write_all(&self, now: &Statuses, pending: &mut BTreeSet<ObjectKey>) -> Option<String> {
-        let mut folders = BTreeMap::new();
+        let mut places = BTreeMap::new();
         let mut first = None;
         for key in pending.clone() {
             // With it goes what was written.
@@ -78,22 +78,22 @@ impl PolicyConditions {
             if !*self.leads.borrow() {
                 break;
             }
-            let folder = match folders.get(&kind) {
-                Some(folder) => folder,
-                None => match Kind::Security(kind).folder(&self.api).await {
-                    Ok(folder) => folders.entry(kind).or_insert(folder),
+            let place = match places.get(&kind) {
+                Some(place) => place,
+                None => match Kind::Security(kind).place(&self.api).await {
+                    // Of a version that is not read here nothing is written either.
+                    Ok(place) => places.entry(kind).or_insert(place.filter(is_known)),
                     Err(error) => {
                         first.get_or_insert_with(|| format!("{key}: {error}"));
                         continue;
                     }
                 },
             };
-            let Some((prefix, plural)) = folder else {
+            let Some(place) = place else {
                 pending.remove(&key);
                 continue;
             };
-            let path = format!("{prefix}/namespaces/{}/{plural}/{}", name.namespace, name.name);
-            match self.write(&path, status).await {
+            match self.write(&place.object(&name.namespace, &name.name), status).await {
                 Ok(()) => drop(pending.remove(&key)),
                 Err(error) => drop(first.get_or_insert_with(|| format!("{key}: {error}"))),
             }
@@ -120,6 +120,10 @@ impl PolicyConditions {
     }
 }
 
+fn is_known(place: &Place) -> bool {
+    SecurityKind::VERSIONS.contains(&place.version.as_str())
+}
+
 /// Ours beside those of others. The time of one that stays as it was is that from before.
 fn conditions(held: &Value, status: &PolicyStatus, now: &str) -> Vec<Value> {
     let held = held.as_array().cloned().unwrap_or_default();
@@ -135,15 +139,17 @@ fn conditions(held: &Value, status: &PolicyStatus, now: &str) -> Vec<Value> {
 
 #[cfg(test)]
 mod tests {
+    use apistub::ApiStub;
+
     use super::*;
-    use crate::kubernetes::fake::FakeServer;
+    use crate::kubernetes::tests::api;
     use crate::model::tests::{Cluster, policy};
 
     const POLICIES: &str = "/apis/security.istio.io/v1/authorizationpolicies";
 
     #[tokio::test]
     async fn a_policy_carries_what_becomes_of_it_beside_what_others_say() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         server.state().serve_kind("security.istio.io", "v1", "authorizationpolicies");
         let mut object = policy("AuthorizationPolicy", "shop/p", json!({"rules": [{}]}));
         object["status"] = json!({"conditions": [{"type": "WaypointAccepted", "status": "True"}]});
@@ -152,7 +158,7 @@ mod tests {
         cluster.put(policy("AuthorizationPolicy", "shop/p", json!({"rules": [{}]})));
         let (publish, snapshots) = watch::channel(cluster.snapshot());
         let (lead, leads) = watch::channel(false);
-        let keeper = PolicyConditions { api: Api::at(server.address), snapshots, leads, metrics: Metrics::new() };
+        let keeper = PolicyConditions { api: api(&server), snapshots, leads, metrics: Metrics::new() };
         let keeper = tokio::spawn(keeper.keep());
         tokio::task::yield_now().await;
         assert!(server.state().requests.is_empty(), "another replica leads");
@@ -168,7 +174,7 @@ mod tests {
         assert!(of("WaypointAccepted").is_some());
         let accepted = of("ZtunnelAccepted").unwrap();
         assert!(accepted["lastTransitionTime"].is_string());
-        let writes = |server: &FakeServer| server.state().requests.iter().filter(|r| r.starts_with("PATCH")).count();
+        let writes = |server: &ApiStub| server.state().requests.iter().filter(|r| r.starts_with("PATCH")).count();
         assert_eq!(writes(&server), 1);
         // The next leader finds it as it should be.
         lead.send_replace(false);

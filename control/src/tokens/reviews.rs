@@ -8,9 +8,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
+use ztunnel::kubernetes::{Api, ApiError};
 
 use super::{BoundPod, Caller, TokenError, account_of};
-use crate::kubernetes::{Api, ApiError};
 
 #[derive(Debug)]
 pub struct Reviews {
@@ -170,8 +170,10 @@ const MAX_TOKEN: usize = 16 << 10;
 
 #[cfg(test)]
 mod tests {
+    use apistub::ApiStub;
+
     use super::*;
-    use crate::kubernetes::fake::FakeServer;
+    use crate::kubernetes::tests::api;
     use crate::tokens::tests::{Issuer, claims};
 
     fn review(authenticated: bool) -> Value {
@@ -185,19 +187,19 @@ mod tests {
         }})
     }
 
-    fn asked(server: &FakeServer) -> usize {
+    fn asked(server: &ApiStub) -> usize {
         server.state().requests.iter().filter(|r| **r == format!("POST {PATH}")).count()
     }
 
-    fn answer(server: &FakeServer, code: u16, review: Value) {
+    fn answer(server: &ApiStub, code: u16, review: Value) {
         server.state().answers.insert(PATH.into(), (code, review));
     }
 
     #[tokio::test]
     async fn a_good_token_names_account_pod_and_node_and_is_asked_for_once() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         answer(&server, 201, review(true));
-        let (reviews, token) = (Reviews::new(Api::at(server.address)), Issuer::p256().token("ns", "sa", None));
+        let (reviews, token) = (Reviews::new(api(&server)), Issuer::p256().token("ns", "sa", None));
         let pod = BoundPod { name: "p-1".into(), uid: "u-1".into(), node: Some("node-a".into()) };
         let caller = Caller { namespace: "ns".into(), service_account: "sa".into(), pod: Some(pod) };
         for _ in 0..3 {
@@ -208,8 +210,8 @@ mod tests {
 
     #[tokio::test]
     async fn each_wrong_answer_is_refused_for_its_reason() {
-        let server = FakeServer::start().await;
-        let reviews = Reviews::new(Api::at(server.address));
+        let server = ApiStub::start().await;
+        let reviews = Reviews::new(api(&server));
         let with = |path: &str, value: Value| {
             let mut review = review(true);
             *review.pointer_mut(path).unwrap() = value;
@@ -232,8 +234,8 @@ mod tests {
 
     #[tokio::test]
     async fn nobody_is_asked_about_what_is_wrong_by_itself() {
-        let server = FakeServer::start().await;
-        let (reviews, issuer) = (Reviews::new(Api::at(server.address)), Issuer::p256());
+        let server = ApiStub::start().await;
+        let (reviews, issuer) = (Reviews::new(api(&server)), Issuer::p256());
         let with = |key: &str, value: Value| {
             let mut claims = claims("ns", "sa", None);
             claims[key] = value;
@@ -254,9 +256,9 @@ mod tests {
 
     #[tokio::test]
     async fn while_nobody_can_be_asked_the_known_go_on_and_others_are_told_to_come_again() {
-        let server = FakeServer::start().await;
+        let server = ApiStub::start().await;
         answer(&server, 201, review(true));
-        let reviews = Reviews::new(Api::at(server.address));
+        let reviews = Reviews::new(api(&server));
         let (known, unknown) = (Issuer::p256().token("ns", "sa", None), Issuer::p256().token("ns", "sa", None));
         reviews.verify(&known, "istio-ca").await.unwrap();
         answer(&server, 500, json!({"kind": "Status", "code": 500, "message": "away"}));

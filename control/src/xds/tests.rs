@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use apistub::merged;
 use proptest::prelude::*;
 use prost::Message;
 use serde_json::json;
@@ -10,7 +11,7 @@ use ztunnel::proto::{security, workload};
 
 use super::session::in_order;
 use super::subscription::{Answer, Subscription};
-use crate::model::tests::{CART, Cluster, cart, merged, pod, policy};
+use crate::model::tests::{CART, Cluster, cart, pod, policy};
 use crate::model::{Feature, Set, Snapshot};
 
 /// The other end of a stream.

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use tokio::sync::watch;
-use ztunnel::telemetry::metrics::Metrics as Registry;
 
 use super::api::ApiError;
 use super::kind::Kind;
+use crate::telemetry::metrics::Metrics as Registry;
 
 #[derive(Debug)]
 pub struct Health {
@@ -33,16 +33,16 @@ pub enum State {
     /// Not heard from yet.
     Starting,
     Connected,
-    /// What was known is served.
+    /// What was known stays.
     Failed(ApiError),
     /// The cluster does not have the kind.
     Missing,
 }
 
 impl Health {
-    pub(super) fn new() -> Arc<Self> {
+    pub(super) fn new(kinds: impl Iterator<Item = Kind>) -> Arc<Self> {
         let entry = Entry { state: State::Starting, since: Instant::now(), whole: false };
-        let kinds = Kind::ALL.into_iter().map(|kind| (kind, entry.clone())).collect();
+        let kinds = kinds.map(|kind| (kind, entry.clone())).collect();
         Arc::new(Self { kinds: Mutex::new(kinds), complete: watch::Sender::new(false), errors: Family::default() })
     }
 
@@ -137,7 +137,7 @@ impl Health {
         }
         let Some(before) = self.turn(kind, State::Failed(error.clone())) else { return };
         if !matches!(before.state, State::Failed(_)) {
-            tracing::warn!(kind = kind.name(), %error, "the API server is not heard, what is known is served");
+            tracing::warn!(kind = kind.name(), %error, "the API server is not heard, what is known stays");
         }
     }
 

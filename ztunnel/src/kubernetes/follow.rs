@@ -12,16 +12,21 @@ use futures_util::StreamExt;
 use kube::core::WatchEvent;
 use serde_json::Value;
 use tokio::sync::watch;
-use ztunnel::manifests::{Object, ObjectKey, Objects, Problem};
 
-use super::api::{Api, ApiError, encode};
+use super::api::{Api, ApiError, EVENTS_METADATA, ITEMS_METADATA, JSON, encode};
 use super::health::Health;
 use super::kind::{Kind, Place};
-use super::read::{read, stand_in};
+use super::source::{Reader, Wanted};
+use crate::manifests::{Object, ObjectKey, Objects, Problem, SecurityKind, SecurityPolicy};
 
 pub(super) struct Follower {
     api: Api,
     kind: Kind,
+    /// What of it is asked for. Encoded.
+    filter: String,
+    /// For a list and for a watch.
+    accept: (&'static str, &'static str),
+    read: Reader,
     objects: Arc<watch::Sender<Arc<Objects>>>,
     health: Arc<Health>,
     /// Where changes are heard of next; nothing while all must be read.
@@ -46,8 +51,17 @@ enum Found {
 }
 
 impl Follower {
-    pub fn new(api: Api, kind: Kind, objects: Arc<watch::Sender<Arc<Objects>>>, health: Arc<Health>) -> Self {
-        Self { api, kind, objects, health, at: None, bad: BTreeMap::new(), absent: None, pause: SHORTEST }
+    pub fn new(
+        api: Api,
+        wanted: Wanted,
+        read: Reader,
+        objects: Arc<watch::Sender<Arc<Objects>>>,
+        health: Arc<Health>,
+    ) -> Self {
+        let Wanted { kind, filter, metadata_only } = wanted;
+        let accept = if metadata_only { (ITEMS_METADATA, EVENTS_METADATA) } else { (JSON, JSON) };
+        let (at, bad, absent, pause) = (None, BTreeMap::new(), None, SHORTEST);
+        Self { api, kind, filter, accept, read, objects, health, at, bad, absent, pause }
     }
 
     pub async fn run(mut self) {
@@ -91,8 +105,8 @@ impl Follower {
         let (mut found, mut more) = (Vec::new(), String::new());
         let version = loop {
             let from = if more.is_empty() { String::new() } else { format!("&continue={}", encode(&more)) };
-            let query = format!("limit={PAGE}{from}{}", self.kind.filter());
-            let page = self.api.page(&place.path, &query, self.kind.accept().0).await?;
+            let query = format!("limit={PAGE}{from}{}", self.filter);
+            let page = self.api.page(&place.path, &query, self.accept.0).await?;
             found.extend(page.items.into_iter().map(|item| self.read(&place, item)));
             more = page.metadata.r#continue;
             if more.is_empty() {
@@ -155,9 +169,9 @@ impl Follower {
             "watch=true&allowWatchBookmarks=true&resourceVersion={}&timeoutSeconds={}{}",
             encode(&at.version),
             time.as_secs(),
-            self.kind.filter()
+            self.filter
         );
-        let events = self.api.watch(&at.place.path, &query, self.kind.accept().1).await?;
+        let events = self.api.watch(&at.place.path, &query, self.accept.1).await?;
         self.health.connected(self.kind);
         let mut events = pin!(events.ready_chunks(BATCH));
         // A server that is gone without a word does not end it.
@@ -180,9 +194,7 @@ impl Follower {
                     }
                     Ok(WatchEvent::Deleted(object)) => {
                         at.version = version_of(&object).unwrap_or(&at.version).to_owned();
-                        let meta = &object["metadata"];
-                        let text = |name: &str| meta[name].as_str().unwrap_or_default();
-                        found.push(Found::Gone(self.kind.key(text("namespace"), text("name"))));
+                        found.extend(self.kind.key_of(&object).map(Found::Gone));
                     }
                     Ok(WatchEvent::Bookmark(mark)) => at.version = mark.metadata.resource_version,
                     Ok(WatchEvent::Error(status)) => {
@@ -201,10 +213,12 @@ impl Follower {
     }
 
     fn read(&self, place: &Place, value: Value) -> Found {
-        match read(self.kind, &place.version, value) {
-            (Some(key), Ok(object)) => Found::Good(key, object),
-            (key, Err(reason)) => Found::Bad(key, reason),
-            (None, Ok(_)) => Found::Bad(None, "it has no name".into()),
+        let Some(key) = self.kind.key_of(&value) else {
+            return Found::Bad(None, "metadata.name is missing".into());
+        };
+        match (self.read)(self.kind, &place.version, value) {
+            Ok(object) => Found::Good(key, object),
+            Err(reason) => Found::Bad(Some(key), reason),
         }
     }
 
@@ -269,6 +283,12 @@ fn problems(kind: Kind, bad: &BTreeMap<Option<ObjectKey>, String>) -> impl Itera
         reason: reason.clone(),
     };
     bad.iter().map(problem)
+}
+
+/// What takes the place of a policy that cannot be read; of other kinds nothing does.
+fn stand_in(key: &ObjectKey, reason: &str) -> Option<Object> {
+    let (kind, name) = SecurityKind::of(key)?;
+    Some(Object::policy(kind, SecurityPolicy::stand_in(name, reason)))
 }
 
 fn version_of(object: &Value) -> Option<&str> {

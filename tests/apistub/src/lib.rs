@@ -1,8 +1,13 @@
 //! An API server for tests of what a real one cannot be made to do at will: lists and watches of what it is given.
+//!
+//! It knows no kinds: an object is what was put under a path. Errors are panics, as it is for tests.
+
+mod rights;
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -10,19 +15,23 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-pub(crate) struct FakeServer {
+pub use rights::Rights;
+
+/// The server. Dropped, it ends.
+pub struct ApiStub {
     pub address: SocketAddr,
-    state: Arc<Mutex<FakeState>>,
+    state: Arc<Mutex<State>>,
     /// Ends all connections when it is dropped.
     _serving: JoinSet<()>,
 }
 
+/// What it holds, and how it behaves.
 #[derive(Default)]
-pub(crate) struct FakeState {
+pub struct State {
     version: u64,
     /// By path of the list, then namespace/name.
     objects: BTreeMap<String, BTreeMap<String, Value>>,
-    watches: Vec<(String, mpsc::UnboundedSender<String>)>,
+    watches: Vec<Watch>,
     /// Watches from before this version are told that it is gone.
     oldest: u64,
     /// Group → version → plurals.
@@ -30,15 +39,35 @@ pub(crate) struct FakeState {
     starting: bool,
     /// Answers by path, in place of what would be answered.
     pub answers: HashMap<String, (u16, Value)>,
+    /// Requests get no answer for as long as it is set.
+    pub silent: bool,
+    /// Path and query of each; those that change something begin with their method.
     pub requests: Vec<String>,
 }
 
-impl FakeServer {
+struct Watch {
+    path: String,
+    fields: Fields,
+    to: mpsc::UnboundedSender<String>,
+}
+
+/// A field selector.
+#[derive(Clone, Default)]
+struct Fields(Vec<Field>);
+
+#[derive(Clone)]
+struct Field {
+    pointer: String,
+    value: String,
+    equal: bool,
+}
+
+impl ApiStub {
     pub async fn start() -> Self {
         Self::start_at("127.0.0.1:0".parse().unwrap(), Arc::default()).await
     }
 
-    async fn start_at(address: SocketAddr, state: Arc<Mutex<FakeState>>) -> Self {
+    async fn start_at(address: SocketAddr, state: Arc<Mutex<State>>) -> Self {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.set_reuseaddr(true).unwrap();
         socket.bind(address).unwrap();
@@ -57,7 +86,7 @@ impl FakeServer {
     }
 
     /// Away for as long as `meanwhile` takes.
-    pub async fn restart(self, meanwhile: impl AsyncFnOnce(&Mutex<FakeState>)) -> Self {
+    pub async fn restart(self, meanwhile: impl AsyncFnOnce(&Mutex<State>)) -> Self {
         let (address, state) = (self.address, self.state.clone());
         drop(self);
         state.lock().unwrap().watches.clear();
@@ -65,12 +94,12 @@ impl FakeServer {
         Self::start_at(address, state).await
     }
 
-    pub fn state(&self) -> MutexGuard<'_, FakeState> {
+    pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
     }
 }
 
-impl FakeState {
+impl State {
     pub fn put(&mut self, path: &str, mut object: Value) {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
@@ -106,7 +135,12 @@ impl FakeState {
 
     fn tell(&mut self, path: &str, kind: &str, object: &Value) {
         let line = json!({"type": kind, "object": object}).to_string() + "\n";
-        self.watches.retain(|(of, to)| of != path || to.send(line.clone()).is_ok());
+        let gone = json!({"type": "DELETED", "object": object}).to_string() + "\n";
+        self.watches.retain(|watch| {
+            // What is selected no longer is gone, for whoever selected it.
+            let line = if watch.fields.match_all(object) { &line } else { &gone };
+            watch.path != path || watch.to.send(line.clone()).is_ok()
+        });
     }
 
     pub fn get(&self, path: &str, name: &str) -> Option<&Value> {
@@ -128,8 +162,12 @@ impl FakeState {
             }
         } else {
             let Some(held) = self.get(&list, &format!("{namespace}/{name}")).cloned() else { return status(404) };
+            let uid = &object["metadata"]["uid"];
+            if !uid.is_null() && *uid != held["metadata"]["uid"] {
+                return status(409);
+            }
             if method == "PATCH" {
-                object = crate::model::tests::merged(held, &object);
+                object = merged(held, &object);
             } else if held["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
                 return status(409);
             }
@@ -168,7 +206,9 @@ impl FakeState {
             }
             _ => {
                 let from: usize = query.get("continue").map_or(0, |from| from.parse().unwrap());
-                let all: Vec<&Value> = self.objects.get(path).into_iter().flat_map(|o| o.values()).collect();
+                let fields = Fields::of(query);
+                let all = self.objects.get(path).into_iter().flat_map(|o| o.values());
+                let all: Vec<&Value> = all.filter(|object| fields.match_all(object)).collect();
                 let page: Vec<&Value> = all.iter().skip(from).take(PAGE).copied().collect();
                 let more = if from + PAGE < all.len() { (from + PAGE).to_string() } else { String::new() };
                 let meta = json!({"resourceVersion": self.version.to_string(), "continue": more});
@@ -178,7 +218,7 @@ impl FakeState {
     }
 }
 
-async fn serve(stream: TcpStream, state: Arc<Mutex<FakeState>>) {
+async fn serve(stream: TcpStream, state: Arc<Mutex<State>>) {
     let mut stream = BufReader::new(stream);
     loop {
         let mut length = 0;
@@ -212,6 +252,9 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<FakeState>>) {
         } else {
             format!("{method} {target}")
         });
+        while state.lock().unwrap().silent {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         if query.contains_key("watch") {
             return watch(stream, path, &query, &state).await;
         }
@@ -230,12 +273,7 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<FakeState>>) {
     }
 }
 
-async fn watch(
-    mut stream: BufReader<TcpStream>,
-    path: &str,
-    query: &HashMap<String, String>,
-    state: &Mutex<FakeState>,
-) {
+async fn watch(mut stream: BufReader<TcpStream>, path: &str, query: &HashMap<String, String>, state: &Mutex<State>) {
     let (send, mut lines) = mpsc::unbounded_channel();
     {
         let mut state = state.lock().unwrap();
@@ -245,13 +283,15 @@ async fn watch(
             let _ = send.send(json!({"type": "ERROR", "object": status}).to_string() + "\n");
         } else {
             // What came since; it does not remember what went.
-            for object in state.objects.get(path).into_iter().flat_map(|o| o.values()) {
+            let fields = Fields::of(query);
+            let all = state.objects.get(path).into_iter().flat_map(|o| o.values());
+            for object in all.filter(|object| fields.match_all(object)) {
                 let version: u64 = object["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap();
                 if version > from {
                     let _ = send.send(json!({"type": "ADDED", "object": object}).to_string() + "\n");
                 }
             }
-            state.watches.push((path.to_owned(), send));
+            state.watches.push(Watch { path: path.to_owned(), fields, to: send });
         }
     }
     let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n";
@@ -267,7 +307,7 @@ async fn watch(
 }
 
 /// The list over all namespaces, the namespace and the name that a path is about.
-pub(crate) fn locate(path: &str) -> (String, String, String) {
+pub fn locate(path: &str) -> (String, String, String) {
     let parts: Vec<&str> = path.split('/').collect();
     match parts.iter().position(|part| *part == "namespaces").filter(|at| at + 2 < parts.len()) {
         Some(at) => {
@@ -275,6 +315,41 @@ pub(crate) fn locate(path: &str) -> (String, String, String) {
             (list, parts[at + 1].into(), parts.get(at + 3).copied().unwrap_or_default().into())
         }
         None => (path.to_owned(), String::new(), String::new()),
+    }
+}
+
+/// Merge as of RFC 7396.
+pub fn merged(mut target: Value, change: &Value) -> Value {
+    let (Value::Object(into), Value::Object(from)) = (&mut target, change) else { return change.clone() };
+    for (key, value) in from {
+        if value.is_null() {
+            into.remove(key);
+        } else {
+            let old = into.remove(key).unwrap_or(Value::Null);
+            into.insert(key.clone(), merged(old, value));
+        }
+    }
+    target
+}
+
+impl Fields {
+    fn of(query: &HashMap<String, String>) -> Self {
+        let text = query.get("fieldSelector").map(String::as_str).unwrap_or_default();
+        let text = text.replace("%3D", "=").replace("%21", "!").replace("%2C", ",");
+        let fields = text.split(',').filter_map(|part| part.split_once('=')).map(|(field, value)| Field {
+            pointer: format!("/{}", field.trim_end_matches('!').replace('.', "/")),
+            value: value.trim_start_matches('=').to_owned(),
+            equal: !field.ends_with('!'),
+        });
+        Self(fields.collect())
+    }
+
+    fn match_all(&self, object: &Value) -> bool {
+        let holds = |field: &Field| {
+            let found = object.pointer(&field.pointer).and_then(Value::as_str).unwrap_or_default();
+            (found == field.value) == field.equal
+        };
+        self.0.iter().all(holds)
     }
 }
 

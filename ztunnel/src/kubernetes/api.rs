@@ -2,15 +2,16 @@
 //!
 //! Must never wait without limit, nor write what it answers (it may be a secret) to the log.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
+use http::{Method, Request, header};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::WatchEvent;
 use serde::Deserialize;
 use serde_json::Value;
-use tonic::codegen::http::{Method, Request, header};
 
 /// The API server of one cluster. Cheap to clone.
 #[derive(Clone)]
@@ -25,6 +26,8 @@ pub enum ConnectError {
     Kubeconfig { path: PathBuf, reason: String },
     #[error("--source kubernetes: this is no pod of a cluster ({0}): expected --kubeconfig elsewhere")]
     NoPod(String),
+    #[error("the API server at {address}: {reason}")]
+    Address { address: SocketAddr, reason: String },
 }
 
 /// Why a request was not answered as it should be.
@@ -81,11 +84,13 @@ impl Api {
         Ok(Self { client })
     }
 
-    #[cfg(test)]
-    pub(crate) fn at(address: std::net::SocketAddr) -> Self {
-        let mut config = kube::Config::new(format!("http://{address}").parse().unwrap());
+    /// One that speaks without TLS and lets everybody in, as tests have it.
+    pub fn unprotected(address: SocketAddr) -> Result<Self, ConnectError> {
+        let fail = |reason: String| ConnectError::Address { address, reason };
+        let url = format!("http://{address}").parse().map_err(|e: http::uri::InvalidUri| fail(e.to_string()))?;
+        let mut config = kube::Config::new(url);
         config.default_retry = false;
-        Self { client: kube::Client::try_from(config).unwrap() }
+        Ok(Self { client: kube::Client::try_from(config).map_err(|e| fail(with_causes(&e)))? })
     }
 
     /// What a path holds, as text.

@@ -1,8 +1,9 @@
-//! The kinds that are read: where each is found, and how much of it is asked for.
+//! The kinds that can be read, and where each is found.
 
-use ztunnel::manifests::{ObjectKey, ObjectName, Objects, SecurityKind};
+use serde_json::Value;
 
-use super::api::{Api, ApiError, EVENTS_METADATA, ITEMS_METADATA, JSON};
+use super::api::{Api, ApiError};
+use crate::manifests::{ObjectKey, ObjectName, Objects, SecurityKind};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
@@ -16,23 +17,14 @@ pub enum Kind {
 
 /// Where the objects of a kind are, on this server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub struct Place {
+    /// Of the list over all namespaces.
     pub path: String,
     /// As in the objects' `apiVersion`, behind the slash.
     pub version: String,
 }
 
 impl Kind {
-    pub const ALL: [Self; 7] = [
-        Self::Namespace,
-        Self::Node,
-        Self::Pod,
-        Self::Service,
-        Self::EndpointSlice,
-        Self::Security(SecurityKind::PeerAuthentication),
-        Self::Security(SecurityKind::AuthorizationPolicy),
-    ];
-
     pub fn name(self) -> &'static str {
         match self {
             Self::Namespace => "Namespace",
@@ -53,6 +45,12 @@ impl Kind {
             Self::EndpointSlice => ObjectKey::EndpointSlice(ObjectName::new(namespace, name)),
             Self::Security(kind) => kind.key(ObjectName::new(namespace, name)),
         }
+    }
+
+    /// The key of an object, as the API server gives it; nothing if it has no name.
+    pub fn key_of(self, object: &Value) -> Option<ObjectKey> {
+        let text = |name: &str| object["metadata"][name].as_str().unwrap_or_default();
+        (!text("name").is_empty()).then(|| self.key(text("namespace"), text("name")))
     }
 
     /// Keys of all objects of the kind that are held.
@@ -83,7 +81,7 @@ impl Kind {
 
     /// Where to find it; nothing if the cluster does not have the kind, which is only believed of a server that says
     /// that it has started: before that it may not have read what kinds there are.
-    pub(super) async fn place(self, api: &Api) -> Result<Option<Place>, ApiError> {
+    pub async fn place(self, api: &Api) -> Result<Option<Place>, ApiError> {
         let fixed = |path: &str| Ok(Some(Place { path: path.into(), version: "v1".into() }));
         match self {
             Self::Namespace => fixed("/api/v1/namespaces"),
@@ -101,14 +99,6 @@ impl Kind {
         }
     }
 
-    /// Where the objects of a kind that the cluster need not have are, of a version that is read here: the path of its
-    /// version and its plural.
-    pub async fn folder(self, api: &Api) -> Result<Option<(String, &'static str)>, ApiError> {
-        let (Some((group, plural)), Some(place)) = (self.optional(), self.place(api).await?) else { return Ok(None) };
-        let known = SecurityKind::VERSIONS.contains(&place.version.as_str());
-        Ok(known.then(|| (format!("/apis/{group}/{}", place.version), plural)))
-    }
-
     /// The version that is read here, else any that there is: one that is not known must not be taken for none.
     async fn look(self, api: &Api) -> Result<Option<Place>, ApiError> {
         let Some((group, plural)) = self.optional() else { return Ok(None) };
@@ -119,7 +109,7 @@ impl Kind {
         versions.sort_by_key(rank);
         for version in versions {
             let Some(list) = api.find(&format!("/apis/{group}/{version}")).await? else { continue };
-            let is_it = |resource: &serde_json::Value| resource["name"] == plural;
+            let is_it = |resource: &Value| resource["name"] == plural;
             if list["resources"].as_array().is_some_and(|resources| resources.iter().any(is_it)) {
                 let path = format!("/apis/{group}/{version}/{plural}");
                 return Ok(Some(Place { path, version: version.to_owned() }));
@@ -127,21 +117,12 @@ impl Kind {
         }
         Ok(None)
     }
+}
 
-    /// What of it is asked for at all. Encoded.
-    pub(super) fn filter(self) -> &'static str {
-        match self {
-            // The mesh has forgotten them by then.
-            Self::Pod => "&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed",
-            _ => "",
-        }
-    }
-
-    /// For a list and for a watch.
-    pub(super) fn accept(self) -> (&'static str, &'static str) {
-        match self {
-            Self::Namespace | Self::Node => (ITEMS_METADATA, EVENTS_METADATA),
-            Self::Pod | Self::Service | Self::EndpointSlice | Self::Security(_) => (JSON, JSON),
-        }
+impl Place {
+    /// The path of one object. It must be of a kind whose objects are in namespaces.
+    pub fn object(&self, namespace: &str, name: &str) -> String {
+        let (above, plural) = self.path.rsplit_once('/').unwrap_or_default();
+        format!("{above}/namespaces/{namespace}/{plural}/{name}")
     }
 }

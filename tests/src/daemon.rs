@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs::{self, OpenOptions};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -29,9 +29,25 @@ impl Daemon {
     /// Starts it, or starts it again; the log goes on.
     #[track_caller]
     pub(crate) fn start(&self, mut command: Command) {
+        command.stdout(self.open_log());
+        self.start_to(command);
+    }
+
+    /// The same with an output that nobody reads.
+    #[track_caller]
+    pub(crate) fn start_unread(&self, mut command: Command) {
+        command.stdout(Stdio::piped());
+        self.start_to(command);
+    }
+
+    fn open_log(&self) -> fs::File {
         let log = OpenOptions::new().create(true).append(true).open(&self.log);
-        let log = log.unwrap_or_else(|e| panic!("open {}: {e}", self.log.display()));
-        command.stdout(log.try_clone().expect("duplicate a descriptor")).stderr(log);
+        log.unwrap_or_else(|e| panic!("open {}: {e}", self.log.display()))
+    }
+
+    #[track_caller]
+    fn start_to(&self, mut command: Command) {
+        command.stderr(self.open_log());
         let child = command.spawn().unwrap_or_else(|e| panic!("start {}: {e}", self.name));
         let previous = self.child.lock().unwrap().replace(child);
         if let Some(mut previous) = previous {

@@ -61,6 +61,7 @@ fn a_client_with_too_many_handshakes_under_way_is_refused_and_others_are_not() {
         (held.iter().filter(|stream| is_reset(stream)).count() == 6).then_some(())
     });
     node.wait_proxy_count(6.0, "understory_connections_failed_total", &[("step", "limit")]);
+    node.wait_proxy_count(6.0, "understory_connections_shed_total", &[("limit", "client_handshakes")]);
     shop.client.connect(shop.far.at(8080)).expect("connect").ask(b"another client");
     held.clear();
     // There is room again.
@@ -82,6 +83,7 @@ fn a_pod_with_too_many_connections_is_refused_more_and_others_are_not() {
         assert_eq!(shop.client.connect(to).expect("the proxy accepts").hear_end().1, End::Reset);
     }
     node.wait_proxy_count(2.0, "understory_connections_failed_total", &[("step", "limit")]);
+    node.wait_proxy_count(2.0, "understory_connections_shed_total", &[("limit", "pod_connections")]);
     shop.near.connect(shop.far.at(8080)).expect("connect").ask(b"another pod of the node");
     drop(held);
     wait_for("the pod to be served again", || {
@@ -111,6 +113,7 @@ fn a_flood_of_connections_leaves_descriptors_for_what_must_go_on() {
     let refused = || flood.iter().filter(|stream| is_reset(stream)).count();
     wait_for("what is too much to be reset", || (refused() > 100).then_some(()));
     node.wait_proxy_count(100.0, "understory_connections_failed_total", &[("step", "limit")]);
+    node.wait_proxy_count(100.0, "understory_connections_shed_total", &[("limit", "descriptors")]);
     assert!(node.proxy.open_fds() as u64 <= MOST - 16, "{} are open", node.proxy.open_fds());
     assert_eq!(node.readiness().expect("an answer").status, 200);
     older.iter_mut().for_each(|stream| stream.ask(b"established work goes on"));
@@ -128,6 +131,86 @@ fn a_flood_of_connections_leaves_descriptors_for_what_must_go_on() {
         stream.write_all(b"hello").ok()?;
         std::io::Read::read_exact(&mut stream, &mut [0; 5]).ok()
     });
+}
+
+/// What is too much for the process's memory is not begun; what is established goes on, and so does the rest later.
+#[test]
+fn when_memory_is_short_new_work_is_refused_and_established_work_goes_on() {
+    let (shop, plain, _) = set_up(MeshOptions::default());
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let (mesh, node) = (shop.mesh(), shop.mesh().node(1));
+    shop.client.connect(shop.far.at(8080)).expect("connect").ask(b"what a connection takes");
+    // Room for some hundred handshakes beside what it takes when idle.
+    let limit = (node.proxy.pss() + 16 * MB) / 9 * 10;
+    node.proxy.terminate();
+    let most = [("MEMORY_LIMIT", limit.to_string()), ("HANDSHAKE_TIMEOUT", "60s".to_owned())];
+    let most = most.each_ref().map(|(key, value)| (*key, value.as_str()));
+    mesh.start_proxy_with(node, &[&most[..], &[("POD_MAX_HANDSHAKES", "100000")]].concat());
+    node.wait_proxy_ready();
+    mesh.wait_in_mesh(&[&shop.far]);
+    let mut older = wait_for("a connection through the new proxy", || {
+        let mut stream = shop.client.connect(shop.far.at(8080)).ok()?;
+        stream.write_all(b"old").ok()?;
+        std::io::Read::read_exact(&mut stream, &mut [0; 3]).ok()?;
+        Some(stream)
+    });
+
+    let mut held = Vec::new();
+    let mut record = vec![22, 3, 1, 0x3f, 0xff, 1, 0, 0x3f, 0xfb, 3, 3];
+    record.resize(16_000, 0);
+    let shed = || node.proxy_metrics().sum("understory_connections_shed_total", &[("limit", "memory")]);
+    while shed() == 0.0 {
+        for _ in 0..100 {
+            let mut stream = plain.connect(shop.far.at(15008)).expect("connect");
+            // Refused or not.
+            let _ = stream.write_all(&record);
+            held.push(stream);
+        }
+        assert!(held.len() < 5000, "{} handshakes and no end", held.len());
+    }
+    older.ask(b"established work goes on");
+    assert_eq!(shop.client.connect(shop.far.at(8080)).expect("the other proxy accepts").hear_end().1, End::Reset);
+    assert_eq!(node.readiness().expect("an answer").status, 200);
+    node.proxy.wait_log(&["memory is short"]);
+
+    drop(held);
+    wait_for_within(Duration::from_secs(60), "new work to be taken again", || {
+        let mut stream = shop.client.connect(shop.far.at(8080)).ok()?;
+        stream.write_all(b"new").ok()?;
+        std::io::Read::read_exact(&mut stream, &mut [0; 3]).ok()
+    });
+    older.ask(b"and after that");
+}
+
+/// Turns are fair: however many connections one pod opens, another pod has its answers in between.
+#[test]
+fn a_pod_that_floods_connections_leaves_another_pod_its_turns() {
+    const FLOOD: usize = 4000;
+    let shop = Shop::in_mesh();
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let outside = shop.tb.outside("db");
+    let _database = outside.serve(5432, Behaviour::Close);
+    let mut other = shop.near.connect(shop.far.at(8080)).expect("connect");
+    other.ask(b"before the flood");
+    let to = (outside.ip4(), 5432).into();
+    let answers = std::thread::scope(|scope| {
+        let flood: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    for _ in 0..FLOOD / 8 {
+                        shop.client.connect(to).expect("connect").hear_end();
+                    }
+                })
+            })
+            .collect();
+        let mut answers = 0;
+        while flood.iter().any(|thread| !thread.is_finished()) {
+            other.ask(b"in between");
+            answers += 1;
+        }
+        answers
+    });
+    assert!(answers > FLOOD / 50, "{answers} answers while {FLOOD} connections of another pod were served");
 }
 
 /// What a burst took is given back soon after it: buffers, connections, streams, tunnels.

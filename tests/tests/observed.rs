@@ -1,6 +1,6 @@
 //! What operators see: metrics of both sides, the access log, the configuration dump.
 
-use testbed::{Behaviour, Shop, StreamExt, wait_for, workload_of};
+use testbed::{Behaviour, MeshOptions, Shop, StreamExt, wait_for, workload_of};
 
 /// B147: both ends report the service, the workloads and the identities.
 #[test]
@@ -140,4 +140,44 @@ fn the_agent_lists_its_pods_and_their_states() {
     assert_eq!(metrics.sum("understory_agent_pods", &[("state", "enrolled")]), 2.0);
     assert_eq!(metrics.sum("ztunnel_connected", &[]), 1.0);
     assert_eq!(metrics.sum("understory_agent_pods_not_captured", &[]), 0.0);
+}
+
+/// B33: what a workload has counted is forgotten some time after it has gone, and not before.
+#[test]
+fn metric_series_of_a_workload_that_is_gone_expire() {
+    let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("METRIC_SERIES_IDLE", "1s"));
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let guest = shop.tb.pod("shop/guest").start();
+    shop.mesh().wait_in_mesh(&[&guest]);
+    let mut stays = shop.client.connect(shop.far.at(8080)).expect("connect");
+    stays.ask(b"of a workload that stays");
+    guest.connect(shop.far.at(8080)).expect("connect").ask(b"of one that leaves");
+    let series = |node: usize, workload: &str| {
+        let metrics = shop.mesh().node(node).proxy_metrics();
+        let of = |sample: &&testbed::Sample| sample.labels.iter().any(|(k, v)| k == "source_workload" && v == workload);
+        metrics.samples().iter().filter(of).count()
+    };
+    guest.delete();
+    for node in [0, 1] {
+        wait_for("the series of the guest to expire", || (series(node, "guest") == 0).then_some(()));
+        assert!(series(node, "client") > 0, "an open connection keeps its series");
+    }
+    stays.ask(b"goes on");
+}
+
+#[test]
+fn a_log_that_nobody_reads_stops_no_traffic_and_the_lines_that_are_lost_are_counted() {
+    let shop = Shop::in_mesh();
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    let (mesh, node) = (shop.mesh(), shop.mesh().node(0));
+    node.proxy.terminate();
+    mesh.start_proxy_unread(node, &[("LOG_QUEUE", "16Ki")]);
+    node.wait_proxy_ready();
+    mesh.wait_in_mesh(&[&shop.client]);
+    // Each has a line of some hundred bytes: more than pipe and queue hold.
+    for number in 0..600 {
+        shop.client.connect(shop.far.at(8080)).expect("connect").ask(format!("connection {number}").as_bytes());
+    }
+    node.wait_proxy_count(1.0, "understory_log_lines_lost_total", &[]);
+    shop.client.connect(shop.far.at(8080)).expect("connect").ask(b"and it goes on");
 }

@@ -246,6 +246,11 @@ impl Mesh {
         node.proxy.start(self.proxy_command(node, env));
     }
 
+    /// Starts a node's proxy with further environment and a log that nobody reads.
+    pub fn start_proxy_unread(&self, node: &NodeMesh, env: &[(&str, &str)]) {
+        node.proxy.start_unread(self.proxy_command(node, env));
+    }
+
     /// The command that starts a node's proxy in its pod, with further environment: to try wrong settings.
     pub fn proxy_command(&self, node: &NodeMesh, env: &[(&str, &str)]) -> Command {
         // A restarted container has a cgroup of its own in the same pod.

@@ -3,11 +3,13 @@
 //! Must never say ready while something that traffic needs is missing.
 
 mod limits;
+mod memory;
 mod readiness;
 mod shutdown;
 mod watchdog;
 
 pub use limits::{DescriptorBounds, descriptors, raise_descriptor_limit};
+pub use memory::{Memory, resident};
 pub use readiness::{Pending, Readiness};
 pub use shutdown::{Drained, Shutdown, Work};
 pub use watchdog::{Beat, Watchdog};

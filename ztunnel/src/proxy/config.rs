@@ -364,6 +364,10 @@ pub struct LimitArgs {
         value_parser = number
     )]
     pub pod_max_handshakes: u32,
+    /// Memory that the proxy may use, bytes: from nine tenths of it on, new connections are reset. Default: what its
+    /// container may use, else no limit.
+    #[arg(long, env = "MEMORY_LIMIT", value_name = "MEMORY_LIMIT", value_parser = size)]
+    pub memory_limit: Option<Bytes>,
 }
 
 /// Bounds; see [`LimitArgs`] for what each is. Sizes are bytes.
@@ -378,6 +382,8 @@ pub struct Limits {
     pub pod_max_connections: u32,
     pub pod_max_handshakes: u32,
     pub descriptors: DescriptorBounds,
+    /// If it is set.
+    pub memory: Option<u64>,
 }
 
 /// Logs and metrics.

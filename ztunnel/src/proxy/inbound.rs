@@ -41,8 +41,8 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
     let Ok(local) = socket.local_addr() else { return };
     let local = SocketAddr::new(local.ip().to_canonical(), local.port());
     let flow = || Flow::new(Direction::Inbound, Protocol::Hbone, pod.uid.clone(), client, local);
-    let limits = worker.shared.config.limits;
-    let taken = pod.tunnel(&limits).and_then(|open| Ok((open, pod.handshake(client.ip(), &limits)?)));
+    let shared = &worker.shared;
+    let taken = pod.tunnel(shared).and_then(|open| Ok((open, pod.handshake(client.ip(), shared)?)));
     let (_open, handshake) = match taken {
         Ok(taken) => taken,
         Err(failure) => {
@@ -133,7 +133,7 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming) {
         SocketAddr::new(tunnel.local, 0),
     );
     let telemetry = &tunnel.worker.shared.telemetry;
-    let open = match tunnel.pod.connection(&tunnel.worker.shared.config.limits) {
+    let open = match tunnel.pod.connection(&tunnel.worker.shared) {
         Ok(open) => open,
         Err(failure) => {
             incoming.refuse(StatusCode::SERVICE_UNAVAILABLE, &failure.text);
@@ -280,7 +280,7 @@ pub async fn dial(worker: &Worker, pod: &Pod, client: SocketAddr, app: SocketAdd
         let pass = maps.as_ref().filter(|_| pod.by_ebpf).map(|m| m.pass.clone());
         tcp.dial_app(&pod.netns, pass.as_ref(), client, app).await
     };
-    dialled.map_err(|e| Failure::new(ResponseFlag::Connect, "dial", format!("dialling the app at {app}: {e}")))
+    dialled.map_err(|e| worker.shared.overload.dial_failure(&e, &format!("dialling the app at {app}")))
 }
 
 /// Whether the app's replies to this client can be led to us: not if it is the pod itself, nobody in particular, of

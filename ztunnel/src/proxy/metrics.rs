@@ -7,6 +7,7 @@ use std::time::SystemTime;
 
 use tokio::sync::watch;
 
+use super::overload::Limit;
 use super::state::{Phase, Shared};
 use super::worker;
 use crate::identity::{CrlFile, State};
@@ -24,6 +25,7 @@ pub fn register(
     crl_file: Option<Arc<CrlFile>>,
 ) {
     pods(metrics, shared, agent);
+    overload(metrics, shared);
     older(metrics, shared);
     neighbours(metrics, shared);
     workers(metrics, shared, watchdog);
@@ -56,6 +58,29 @@ fn pods(metrics: &Metrics, shared: &Arc<Shared>, agent: watch::Receiver<zds::Sta
     metrics.counter("workload_manager_proxies_stopped", "Pods that are no longer served", move || {
         of.pods_stopped.load(Ordering::Relaxed)
     });
+}
+
+fn overload(metrics: &Metrics, shared: &Arc<Shared>) {
+    let of = shared.clone();
+    metrics.counters(
+        "understory_connections_shed",
+        "Connections and tunnels that were refused because of a limit, by the limit",
+        move |samples| {
+            for limit in Limit::ALL {
+                samples.add(&[("limit", limit.as_str())], of.overload.shed(limit) as f64);
+            }
+        },
+    );
+    let of = shared.clone();
+    metrics.gauges(
+        "understory_memory_limit_bytes",
+        "Memory of which less than nine tenths must be in use for a connection to begin; missing without a limit",
+        move |samples| {
+            if let Some(most) = of.overload.memory() {
+                samples.add(&[], most as f64);
+            }
+        },
+    );
 }
 
 fn older(metrics: &Metrics, shared: &Arc<Shared>) {

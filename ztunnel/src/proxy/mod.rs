@@ -12,6 +12,7 @@ mod metrics;
 mod neighbour;
 mod older;
 mod outbound;
+mod overload;
 mod plaintext;
 mod pods;
 mod rejudge;

@@ -148,7 +148,7 @@ pub async fn open(
     let Some(pair) = certificates(worker, source.identity(), own.identity(), told).await? else { return Ok(None) };
     let judged = policy::Connection { identity: Some(identity), source: from, destination: to };
     let judged_by = judge(worker, &neighbour, &judged, &flow).await.map_err(told)?;
-    let kept = neighbour.connection(&shared.config.limits).map_err(told)?;
+    let kept = neighbour.connection(shared).map_err(told)?;
     let begin = |from| shared.dials.begin(from, to);
     let server = (neighbour.netns.cookie(), to);
     let dialled = shared.tcp.dial_neighbour((&pod.netns, from), !pod.by_ebpf, &maps.pass, server, begin).await;
@@ -182,11 +182,7 @@ pub async fn open(
             return Ok(None);
         }
         Err(error) => {
-            return Err(told(Failure::new(
-                ResponseFlag::Connect,
-                "dial",
-                format!("dialling the app at {to}: {error}"),
-            )));
+            return Err(told(shared.overload.dial_failure(&error, &format!("dialling the app at {to}"))));
         }
     };
     flow.src = from;

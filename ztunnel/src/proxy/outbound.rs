@@ -17,7 +17,7 @@ use super::guard::{alert_failure, handshake_failure};
 use super::neighbour::{self, Neighbour};
 use super::relay::{PlainRelay, Resetting, Side, TunnelRelay};
 use super::route::{Hop, HopKind, route};
-use super::state::{Phase, Pod};
+use super::state::{Phase, Pod, Shared};
 use super::worker::{Counted, Worker};
 use crate::capture::sockets::redirected_from;
 use crate::discovery::Need;
@@ -41,7 +41,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
     };
     let mut flow = Flow::new(Direction::Outbound, Protocol::Tcp, pod.uid.clone(), client, dialled);
     flow.original_dst = Some(dialled);
-    let open = match pod.connection(&worker.shared.config.limits) {
+    let open = match pod.connection(&worker.shared) {
         Ok(open) => open,
         Err(failure) => {
             worker.shared.telemetry.failed(&flow, &failure);
@@ -147,8 +147,10 @@ async fn establish(
             Ok(link) => return Ok(Upstream { link, busy }),
             Err(failure) => failure,
         };
-        // Nothing of the app's has been sent: another endpoint may do better. What a policy denied stays denied.
-        let Some(workload) = workload.filter(|_| is_service && failure.flag != ResponseFlag::Deny) else {
+        // Nothing of the app's has been sent: another endpoint may do better. What a policy denied stays denied, and a
+        // limit is ours.
+        let is_final = failure.flag == ResponseFlag::Deny || failure.step == "limit";
+        let Some(workload) = workload.filter(|_| is_service && !is_final) else {
             return Err(failure);
         };
         tried.push(workload.uid.clone());
@@ -203,8 +205,7 @@ async fn connect(
     let (tunnel, authority, expected) = match hop.kind {
         HopKind::Tcp(to) => {
             let dial = shared.tcp.dial(&pod.netns, !pod.by_ebpf, to).await;
-            let socket =
-                dial.map_err(|e| Failure::new(ResponseFlag::Connect, "dial", format!("dialling {to}: {e}")))?;
+            let socket = dial.map_err(|e| shared.overload.dial_failure(&e, &format!("dialling {to}")))?;
             return Ok(Link::Plain(socket));
         }
         HopKind::Hbone { tunnel, authority, expected } => (tunnel, authority, expected),
@@ -220,7 +221,7 @@ async fn connect(
             .await
             .map_err(|e| Failure::new(ResponseFlag::IdentityError, "identity", e.to_string()))?;
         let dialled = shared.tcp.dial_tunnel(&pod.netns, !pod.by_ebpf, tunnel).await;
-        let socket = dialled.map_err(|e| no_tunnel(tunnel, &e))?;
+        let socket = dialled.map_err(|e| no_tunnel(shared, tunnel, &e))?;
         Ok(Dialled { socket, certificate })
     };
     match worker.pool.stream(&key, request, dial).await {
@@ -244,12 +245,12 @@ fn request(authority: SocketAddr, source: &Workload, flow: &Flow) -> Request {
     Request::connect(&authority.to_string(), headers)
 }
 
-fn no_tunnel(to: SocketAddr, error: &io::Error) -> Failure {
+fn no_tunnel(shared: &Shared, to: SocketAddr, error: &io::Error) -> Failure {
     if error.kind() == io::ErrorKind::TimedOut {
         let text = format!("dialling HBONE at {to}: {error}; does a NetworkPolicy forbid port {}?", to.port());
         return Failure::new(ResponseFlag::NetworkPolicy, "dial", text);
     }
-    Failure::new(ResponseFlag::Connect, "dial", format!("dialling HBONE at {to}: {error}"))
+    shared.overload.dial_failure(error, &format!("dialling HBONE at {to}"))
 }
 
 fn not_opened(

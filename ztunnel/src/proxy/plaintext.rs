@@ -29,7 +29,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, socket: TcpStream, client:
     let local = redirected.unwrap_or(SocketAddr::new(local.ip().to_canonical(), local.port()));
     let client_socket = Resetting::new(socket);
     let mut flow = Flow::new(Direction::Inbound, Protocol::Tcp, pod.uid.clone(), client, local);
-    let open = match pod.connection(&worker.shared.config.limits) {
+    let open = match pod.connection(&worker.shared) {
         Ok(open) => open,
         Err(failure) => {
             worker.shared.telemetry.failed(&flow, &failure);

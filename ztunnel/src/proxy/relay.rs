@@ -364,6 +364,7 @@ impl Pipe {
         from_side: Side,
         mut count: impl FnMut(u64),
     ) -> Poll<Result<(), Cut>> {
+        let mut reads = 0;
         while !self.done {
             if let Some(buffer) = &mut self.buffer {
                 while !buffer.is_empty() {
@@ -382,6 +383,12 @@ impl Pipe {
                 self.done = true;
                 break;
             }
+            if reads == READS {
+                // The others of this thread have their turn first.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            reads += 1;
             if self.buffer.is_none() {
                 ready!(from.poll_read_ready(cx)).map_err(|e| failed(from_side, e))?;
             }
@@ -415,6 +422,9 @@ fn failed(side: Side, error: io::Error) -> Cut {
         _ => Cut::Io(side, error),
     }
 }
+
+/// Reads of one turn in each direction, each of up to a buffer.
+const READS: u32 = 4;
 
 /// A socket whose close is a RST, unless the relay ended in order.
 pub struct Resetting {
@@ -496,5 +506,70 @@ impl Silence {
             }
             timer.as_mut().reset(due);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    impl Meter for Rc<Cell<u64>> {
+        fn up(&self, bytes: u64) {
+            self.set(self.get() + bytes);
+        }
+
+        fn down(&self, _: u64) {}
+
+        fn is_over(&self) -> bool {
+            false
+        }
+    }
+
+    /// Both ends of a connection.
+    async fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        (near.unwrap(), far.unwrap().0)
+    }
+
+    #[tokio::test]
+    async fn a_turn_moves_a_bounded_number_of_bytes_and_asks_for_the_next_one() {
+        let buffer = Buffer::lend().room(0).len();
+        // With what was left from the turn before.
+        let most = u64::from(READS + 1) * buffer as u64;
+        let ((mut client, from), (to, mut server)) = (pair().await, pair().await);
+        let moved = Rc::new(Cell::new(0));
+        let mut relay = PlainRelay::new(Resetting::new(from), to, moved.clone(), Duration::from_secs(60));
+        let total = 16 * most;
+        let say = async {
+            let block = vec![b'f'; buffer];
+            for _ in 0..total / buffer as u64 {
+                client.write_all(&block).await.unwrap();
+            }
+            client.shutdown().await.unwrap();
+        };
+        let hear = async {
+            let mut heard = vec![0; 4 * buffer];
+            let mut count = 0;
+            loop {
+                match server.read(&mut heard).await.unwrap() {
+                    0 => break,
+                    n => count += n as u64,
+                }
+            }
+            server.shutdown().await.unwrap();
+            count
+        };
+        let carry = std::future::poll_fn(|cx| {
+            let before = moved.get();
+            let turn = relay.poll(cx);
+            assert!(moved.get() - before <= most, "{} bytes in a turn", moved.get() - before);
+            turn
+        });
+        let ((), heard, end) = tokio::join!(say, hear, carry);
+        assert_eq!((heard, end.unwrap().up), (total, total));
     }
 }

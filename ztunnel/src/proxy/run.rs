@@ -70,6 +70,7 @@ pub fn run(config: ProxyConfig, logging: Logging) -> Result<(), ProxyError> {
             Shared::new(config, mesh.clone(), discovery.clone(), store.clone(), telemetry.clone(), shutdown.clone());
         tokio::spawn(prefetch(shared.clone()));
         tokio::spawn(super::rejudge::run(shared.clone()));
+        tokio::spawn(super::overload::watch_memory(shared.clone()));
         let runtimes = worker::start(&shared, &watchdog).map_err(failed("start the workers"))?;
 
         let client = zds::Client::new(zds::ClientConfig::new(socket));

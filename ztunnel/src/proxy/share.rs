@@ -3,13 +3,12 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::config::Limits;
-use super::state::Pod;
-use crate::telemetry::flow::{Failure, ResponseFlag};
+use super::overload::{Limit, Overload};
+use super::state::{Pod, Shared};
+use crate::telemetry::flow::Failure;
 
 /// What a pod has taken.
 #[derive(Debug, Default)]
@@ -43,29 +42,38 @@ impl Pod {
         self.share.connections.load(Ordering::Relaxed)
     }
 
-    /// Counts a connection, if the pod may have one more.
-    pub fn connection(self: &Arc<Self>, limits: &Limits) -> Result<OpenConnection, Failure> {
-        take(&self.share.connections, limits.pod_max_connections, "connections", "--pod-max-connections")?;
+    /// Counts a connection, if the pod may have one more and there is memory for it.
+    pub fn connection(self: &Arc<Self>, shared: &Shared) -> Result<OpenConnection, Failure> {
+        shared.overload.check_memory()?;
+        let most = shared.config.limits.pod_max_connections;
+        take(&self.share.connections, most).ok_or_else(|| {
+            too_many(&shared.overload, Limit::PodConnections, most, "connections", "--pod-max-connections")
+        })?;
         Ok(OpenConnection(self.clone()))
     }
 
-    /// Counts a tunnel, if there may be one more to the pod.
-    pub fn tunnel(self: &Arc<Self>, limits: &Limits) -> Result<OpenTunnel, Failure> {
-        take(&self.share.tunnels, limits.pod_max_connections, "tunnels", "--pod-max-connections")?;
+    /// Counts a tunnel, if there may be one more to the pod and there is memory for it.
+    pub fn tunnel(self: &Arc<Self>, shared: &Shared) -> Result<OpenTunnel, Failure> {
+        shared.overload.check_memory()?;
+        let most = shared.config.limits.pod_max_connections;
+        take(&self.share.tunnels, most)
+            .ok_or_else(|| too_many(&shared.overload, Limit::PodTunnels, most, "tunnels", "--pod-max-connections"))?;
         Ok(OpenTunnel(self.clone()))
     }
 
     /// Counts a handshake, if there may be one more: anybody who reaches the pod can begin one.
-    pub fn handshake(self: &Arc<Self>, client: IpAddr, limits: &Limits) -> Result<Handshake, Failure> {
-        let most = limits.pod_max_handshakes;
+    pub fn handshake(self: &Arc<Self>, client: IpAddr, shared: &Shared) -> Result<Handshake, Failure> {
+        let most = shared.config.limits.pod_max_handshakes;
+        let too_many = |limit, most, what, setting| too_many(&shared.overload, limit, most, what, setting);
         let mut handshakes = self.share.handshakes.lock().unwrap_or_else(PoisonError::into_inner);
         if handshakes.all >= most {
-            return Err(too_many(most, "handshakes of tunnels", "--pod-max-handshakes"));
+            return Err(too_many(Limit::PodHandshakes, most, "handshakes of tunnels", "--pod-max-handshakes"));
         }
         let share = (most / CLIENTS).max(1);
         let of_client = handshakes.by_client.entry(client).or_default();
         if *of_client >= share {
-            return Err(too_many(share, "handshakes with this client", "a sixteenth of --pod-max-handshakes"));
+            let (what, setting) = ("handshakes with this client", "a sixteenth of --pod-max-handshakes");
+            return Err(too_many(Limit::ClientHandshakes, share, what, setting));
         }
         *of_client += 1;
         handshakes.all += 1;
@@ -73,27 +81,16 @@ impl Pod {
     }
 }
 
-/// Whether there is a descriptor for a socket that came in, beside those that are kept for what must go on. Without
-/// this the process would run out of them, and nobody could reach it any more, nor would it reach its control plane.
-pub fn room_for(socket: &impl AsRawFd, limits: &Limits) -> Result<(), Failure> {
-    let most = limits.descriptors.accepted;
-    if socket.as_raw_fd().unsigned_abs() < most {
-        return Ok(());
-    }
-    let text = format!("the proxy has {most} descriptors open already, the most that connections may take");
-    Err(Failure::new(ResponseFlag::Connect, "limit", text))
-}
-
-fn take(count: &AtomicU32, most: u32, what: &str, setting: &str) -> Result<(), Failure> {
+fn take(count: &AtomicU32, most: u32) -> Option<()> {
     if count.fetch_add(1, Ordering::Relaxed) < most {
-        return Ok(());
+        return Some(());
     }
     count.fetch_sub(1, Ordering::Relaxed);
-    Err(too_many(most, what, setting))
+    None
 }
 
-fn too_many(most: u32, what: &str, setting: &str) -> Failure {
-    Failure::new(ResponseFlag::Connect, "limit", format!("the pod has {most} {what} already, the most by {setting}"))
+fn too_many(overload: &Overload, limit: Limit, most: u32, what: &str, setting: &str) -> Failure {
+    overload.refuse(limit, format!("the pod has {most} {what} already, the most by {setting}"))
 }
 
 impl Drop for OpenConnection {

@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use super::config::ProxyConfig;
 use super::guard::TrustCounters;
 use super::neighbour::Dials;
+use super::overload::Overload;
 use super::share::Share;
 use super::worker::WorkerHandle;
 use crate::capture::listeners::PodListeners;
@@ -29,6 +30,7 @@ pub struct Shared {
     pub config: ProxyConfig,
     pub hbone: hbone::Settings,
     pub tcp: TcpSettings,
+    pub overload: Overload,
     pub mesh: Arc<Mesh>,
     pub discovery: Discovery,
     pub certificates: Store,
@@ -124,6 +126,7 @@ impl Shared {
         Arc::new(Self {
             hbone,
             tcp,
+            overload: Overload::new(limits),
             mesh,
             discovery,
             certificates,

@@ -22,7 +22,7 @@ use super::attested::Attestations;
 use super::neighbour::Avoided;
 use super::relay::Resetting;
 use super::state::{Phase, Pod, Shared};
-use super::{guard, inbound, outbound, plaintext, share};
+use super::{guard, inbound, outbound, plaintext};
 use crate::hbone::{Pool, Tunnels};
 use crate::lifecycle::Watchdog;
 use crate::telemetry::flow::{Direction, Failure, Flow, Protocol};
@@ -133,8 +133,14 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>) {
     let leaving = pod.reached(Phase::Leaving);
     let stopping = worker.shared.shutdown.ordered();
     tokio::pin!(leaving, stopping);
-    let mut turn = 0;
+    let (mut turn, mut taken) = (0, 0);
     loop {
+        if taken == ACCEPTS {
+            // What has been begun, and other pods, come first: a flood takes no more of a turn than this.
+            taken = 0;
+            tokio::task::yield_now().await;
+        }
+        taken += 1;
         let (kind, accepted) = tokio::select! {
             biased;
             () = &mut leaving => return,
@@ -148,7 +154,7 @@ async fn accept(worker: Rc<Worker>, pod: Arc<Pod>) {
                     // It may be gone already, which shows soon.
                     let _ = worker.shared.tcp.keep_alive(SockRef::from(&socket));
                 }
-                match share::room_for(&socket, &worker.shared.config.limits) {
+                match worker.shared.overload.check_descriptor(&socket, &worker.shared.config.limits) {
                     Ok(()) => worker.place(kind, &pod, socket, client),
                     Err(failure) => worker.refuse(kind, &pod, socket, client, &failure),
                 }
@@ -320,6 +326,8 @@ const BACKLOG_LIFE: Duration = Duration::from_secs(15);
 const QUEUE: usize = 4096;
 /// How much busier a worker must be than another before it gives a connection away: that costs a wake-up.
 const SLACK: u32 = 8;
+/// Connections that a pod's listeners take in a turn.
+const ACCEPTS: u32 = 8;
 /// Tasks that run between two looks at the sockets.
 const EVENT_INTERVAL: u32 = 61;
 /// All pods' listeners fail at a time.

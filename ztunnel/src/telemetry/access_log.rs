@@ -7,6 +7,7 @@ use std::time::Duration;
 use tracing::Level;
 
 use super::flow::{Direction, Failure, Flow, Outcome, Peer, Security};
+use super::log::Hush;
 use crate::policy::Decision;
 
 /// Debug: the connection is established.
@@ -27,6 +28,7 @@ pub(super) fn complete(flow: &Flow, sent: u64, received: u64, outcome: &Outcome)
         side: Some(outcome.side.as_str()),
         hop: Some(outcome.side.hop(flow.direction)),
         how: Some(outcome.how.as_str()),
+        untold: None,
     };
     if outcome.failure.is_some() {
         if tracing::enabled!(target: "access", Level::ERROR) {
@@ -37,12 +39,21 @@ pub(super) fn complete(flow: &Flow, sent: u64, received: u64, outcome: &Outcome)
     }
 }
 
-/// Warn if it was denied before anything was dialled, else error: the connection was never established.
+/// Warn if it was denied before anything was dialled, else error: the connection was never established. Of those that a
+/// limit refused, some lines a second say how many have none: more would be a flood's second harm.
 pub(super) fn failed(flow: &Flow, failure: &Failure) {
+    let untold = match failure.step {
+        "limit" => match LIMIT_HUSH.speak() {
+            Some(untold) => Some(untold).filter(|untold| *untold > 0),
+            None => return,
+        },
+        _ => None,
+    };
     let ending = || Ending {
         duration: Some(milliseconds(flow.started.elapsed())),
         error: Some(&failure.text),
         flags: Some(failure.flag.as_str()),
+        untold,
         ..Ending::default()
     };
     if matches!(failure.step, "source" | "policy") {
@@ -96,6 +107,8 @@ struct Ending<'a> {
     side: Option<&'a str>,
     hop: Option<&'a str>,
     how: Option<&'a str>,
+    /// Lines that were not written before this one.
+    untold: Option<u64>,
 }
 
 impl<'a> Fields<'a> {
@@ -166,6 +179,7 @@ macro_rules! line {
             closed.by = ending.side,
             closed.hop = ending.hop,
             closed.how = ending.how,
+            untold = ending.untold,
             $text
         );
     }};
@@ -198,5 +212,6 @@ macro_rules! report {
 
 use {line, report};
 
+static LIMIT_HUSH: Hush = Hush::new(10);
 /// Audits that are named in a line.
 const MAX_AUDITS: usize = 8;

@@ -141,6 +141,7 @@ impl LimitArgs {
             pod_max_connections: self.pod_max_connections.unwrap_or_else(|| descriptors() / 4),
             pod_max_handshakes: self.pod_max_handshakes,
             descriptors: DescriptorBounds::of(descriptors()),
+            memory: self.memory_limit.map(|bytes| bytes.0),
         })
     }
 }

@@ -347,6 +347,17 @@ fn failures_are_errors_and_early_denials_warnings() {
 }
 
 #[test]
+fn a_flood_that_a_limit_refuses_has_few_lines_and_they_say_how_many_are_missing() {
+    let lines = access_lines("info", |telemetry| {
+        let full = Failure::new(ResponseFlag::Connect, "limit", "the pod has 20 connections already");
+        (0..5000).for_each(|_| telemetry.failed(&hbone(Direction::Outbound), &full));
+    });
+    assert!((10..1000).contains(&lines.len()), "{} lines", lines.len());
+    assert!(lines.iter().all(|line| line.contains("the pod has 20 connections already")), "{lines:?}");
+    assert!(!lines[0].contains("untold"), "{}", lines[0]);
+}
+
+#[test]
 fn opening_is_logged_at_debug_and_the_log_can_be_errors_only() {
     let one =
         |telemetry: &Arc<Telemetry>| telemetry.open(hbone(Direction::Inbound)).finish(&Outcome::orderly(Side::Client));

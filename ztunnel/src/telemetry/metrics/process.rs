@@ -4,6 +4,7 @@ use rustix::process::{Resource, getrlimit};
 use tokio::runtime::Handle;
 
 use super::Metrics;
+use crate::lifecycle::resident;
 use crate::telemetry::log::Logging;
 
 impl Metrics {
@@ -19,10 +20,7 @@ impl Metrics {
             getrlimit(Resource::Nofile).current.map_or(f64::INFINITY, |limit| limit as f64)
         });
         self.gauge("process_resident_memory_bytes", "Memory in RAM", || {
-            let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-            let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-            let kilobytes = resident.and_then(|text| text.trim().trim_end_matches(" kB").parse::<f64>().ok());
-            kilobytes.map_or(f64::NAN, |kilobytes| kilobytes * 1024.0)
+            resident().map_or(f64::NAN, |bytes| bytes as f64)
         });
         if let Some(logging) = logging {
             self.counter(

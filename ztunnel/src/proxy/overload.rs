@@ -58,10 +58,7 @@ impl Limit {
 
 impl Overload {
     pub fn new(limits: &Limits) -> Self {
-        Self {
-            memory: limits.memory.map(Memory::of).or_else(Memory::of_cgroup),
-            ..Self::default()
-        }
+        Self { memory: limits.memory.map(Memory::of).or_else(Memory::of_cgroup), ..Self::default() }
     }
 
     /// Counts what a limit has refused, and says so.

@@ -5,6 +5,7 @@ mod bill;
 mod discovery;
 mod figures;
 mod fit;
+mod flood;
 mod identity;
 mod large;
 mod machine;

@@ -6,6 +6,7 @@ use testbed::load::{Job, Measured, REQUESTS_PORT, SINK_PORT, SOURCE_PORT, Talk};
 
 use crate::Cli;
 use crate::figures::{Figures, Unit};
+use crate::flood;
 use crate::paths::{Bench, Path};
 
 const GB: f64 = 1e9;
@@ -50,6 +51,7 @@ pub fn round(bench: &Bench, cli: &Cli, round: u32, figures: &mut Figures) {
         connections(bench, cli, *path, times.usual, figures);
     }
     outside(bench, cli, &paths, times.usual, figures);
+    flood::round(bench, cli, &paths, times.rate, figures);
     if round == 0 && cli.wants(&["short_conn_per_s"]) {
         // One window of a minute says what several would say.
         paths.iter().for_each(|path| sustained(bench, *path, times.sustained, figures));

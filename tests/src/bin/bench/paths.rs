@@ -149,6 +149,11 @@ impl Bench {
         &self.pair(path).client
     }
 
+    /// The pod beside the client.
+    pub fn near(&self, path: Path) -> &Pod {
+        &self.pair(path).near
+    }
+
     /// Where the client dials to reach a port of the server.
     pub fn to(&self, path: Path, port: u16) -> SocketAddr {
         let pair = self.pair(path);

@@ -15,6 +15,7 @@ use crate::app::{App, Churn, ChurnReport, Connect, Order};
 use crate::cgroup::Cgroup;
 use crate::netns::Netns;
 use crate::server::{Behaviour, Server};
+use crate::stream::{End, StreamExt};
 
 /// Reads and writes of sockets that a test holds give up after this, so that a fault fails a test and never hangs it.
 pub const SOCKET_TIMEOUT: Duration = Duration::from_secs(20);
@@ -29,16 +30,26 @@ pub struct Place {
     netns: Arc<Netns>,
     cgroup: Mutex<Cgroup>,
     app: Mutex<Option<Arc<App>>>,
+    gives_way: bool,
 }
 
 impl Place {
     pub(crate) fn new(name: &str, netns: Arc<Netns>, cgroup: Cgroup) -> Self {
-        Self { name: name.to_owned(), netns, cgroup: Mutex::new(cgroup), app: Mutex::new(None) }
+        Self { name: name.to_owned(), netns, cgroup: Mutex::new(cgroup), app: Mutex::new(None), gives_way: false }
     }
 
     /// The same netns with another cgroup.
     pub(crate) fn again(&self, cgroup: Cgroup) -> Self {
         Self::new(&self.name, self.netns.clone(), cgroup)
+    }
+
+    /// The same netns and cgroup, for load whose processes take no core that another process wants.
+    pub fn at_leisure(&self) -> Self {
+        Self { gives_way: true, ..self.again(self.cgroup()) }
+    }
+
+    pub(crate) fn gives_way(&self) -> bool {
+        self.gives_way
     }
 
     pub fn name(&self) -> &str {
@@ -85,6 +96,16 @@ impl Place {
     /// Connects from this place, as a plain blocking app does.
     pub fn connect(&self, to: SocketAddr) -> io::Result<TcpStream> {
         self.dial(to).connect()
+    }
+
+    /// Whether a connection is reset before anything comes on it, which it may be while this still connects.
+    #[track_caller]
+    pub fn is_refused(&self, to: SocketAddr) -> bool {
+        match self.connect(to) {
+            Ok(mut stream) => stream.hear_end() == (Vec::new(), End::Reset),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => true,
+            Err(error) => panic!("{}: connect to {to}: {error}", self.name),
+        }
     }
 
     /// A connection with particulars: see [`Dial`].

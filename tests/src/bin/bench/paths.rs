@@ -61,11 +61,12 @@ pub struct Bench {
     pub tb: Testbed,
 }
 
-/// A client, a server on another node, and one beside the client.
+/// A client, a server on another node, one beside the client, and one more on the server's node.
 struct Pair {
     client: Pod,
     server: Pod,
     near: Pod,
+    other: Pod,
 }
 
 struct EnvoyPair {
@@ -84,6 +85,7 @@ impl Bench {
         let mut processes = vec![outside.start_load(&Job::Serve)];
         for pair in [&plain, &mesh] {
             processes.extend([&pair.server, &pair.near].map(|pod| pod.start_load(&Job::Serve)));
+            processes.push(pair.other.at_leisure().start_load(&Job::Serve));
         }
         plain.reuse_ports();
         let local = |port| SocketAddr::from(([127, 0, 0, 1], port));
@@ -120,7 +122,7 @@ impl Bench {
     /// Puts the pods of the mesh's path into the mesh.
     pub fn enrol(&self) {
         self.tb.namespace("mesh").enrol();
-        self.tb.mesh().wait_in_mesh(&[&self.mesh.client, &self.mesh.server, &self.mesh.near]);
+        self.tb.mesh().wait_in_mesh(&[&self.mesh.client, &self.mesh.server, &self.mesh.near, &self.mesh.other]);
     }
 
     /// Makes so many policies apply to the mesh's server; the last one allows the client.
@@ -149,9 +151,10 @@ impl Bench {
         &self.pair(path).client
     }
 
-    /// The pod beside the client.
-    pub fn near(&self, path: Path) -> &Pod {
-        &self.pair(path).near
+    /// The pod beside the client, and one beside the server.
+    pub fn others(&self, path: Path) -> (&Pod, &Pod) {
+        let pair = self.pair(path);
+        (&pair.near, &pair.other)
     }
 
     /// Where the client dials to reach a port of the server.
@@ -196,7 +199,7 @@ impl Bench {
         match path {
             Path::Direct => Duration::ZERO,
             Path::Relay => {
-                let Pair { client, server, near } = &self.plain;
+                let Pair { client, server, near, .. } = &self.plain;
                 relay(client) + relay(server) + relay(near)
             }
             Path::Sidecar => envoys(&self.sidecar),
@@ -249,12 +252,14 @@ impl Bench {
 impl Pair {
     fn start(tb: &Testbed, namespace: &str) -> Self {
         let pod = |name: &str| tb.pod(&format!("{namespace}/{name}"));
-        Self { client: pod("client").start(), server: pod("server").on(tb.node(1)).start(), near: pod("near").start() }
+        let (client, near) = (pod("client").start(), pod("near").start());
+        let (server, other) = (pod("server").on(tb.node(1)).start(), pod("other").on(tb.node(1)).start());
+        Self { client, server, near, other }
     }
 
     /// Else what is measured on new connections is how long closed ones keep their source ports.
     fn reuse_ports(&self) {
-        [&self.client, &self.server, &self.near]
+        [&self.client, &self.server, &self.near, &self.other]
             .iter()
             .for_each(|pod| pod.netns().sysctl("net/ipv4/tcp_tw_reuse", "1"));
     }

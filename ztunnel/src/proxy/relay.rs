@@ -235,7 +235,6 @@ impl<M: Meter> TunnelRelay<M> {
                 return Poll::Ready(Err(failed(side, reset)));
             };
             let room = room.map_err(|broken| self.broken(broken))?;
-            self.stall = Stall::default();
             let mut buffer = Buffer::lend();
             let mut into = ReadBuf::new(&mut buffer.room(0)[..room]);
             ready!(Pin::new(&mut *app).poll_read(cx, &mut into)).map_err(|e| failed(side, e))?;
@@ -373,7 +372,6 @@ impl Pipe {
                         return Poll::Ready(Err(failed(from_side, reset)));
                     };
                     let n = written.map_err(|e| failed(from_side.other(), e))?;
-                    self.stall = Stall::default();
                     buffer.take(n);
                     count(n as u64);
                 }
@@ -456,7 +454,8 @@ impl Drop for Resetting {
 }
 
 /// A side that has more to say than the other takes is not read from, and its bytes stand before its reset: it is looked
-/// for now and then.
+/// for now and then. The clock is left running when the other side takes something: that comes often, and a look too many
+/// costs less than a new clock each time.
 #[derive(Default)]
 struct Stall(Option<Pin<Box<Sleep>>>);
 
@@ -464,8 +463,9 @@ impl Stall {
     /// Ready when the connection has failed, with the reason. Only to be called while the other side takes nothing.
     fn poll(&mut self, cx: &mut Context<'_>, from: &TcpStream) -> Poll<io::Error> {
         loop {
-            ready!(self.0.get_or_insert_with(|| Box::pin(sleep(LOOK))).as_mut().poll(cx));
-            self.0 = None;
+            let clock = self.0.get_or_insert_with(|| Box::pin(sleep(LOOK)));
+            ready!(clock.as_mut().poll(cx));
+            clock.as_mut().reset(Instant::now() + LOOK);
             // Asked first: the question for an error takes what the next read is to be told.
             if pin!(from.ready(Interest::ERROR)).poll(cx).is_ready()
                 && let Some(error) = from.take_error().unwrap_or_else(Some)

@@ -189,6 +189,43 @@ fn when_memory_is_short_new_work_is_refused_and_established_work_goes_on() {
     older.ask(b"and after that");
 }
 
+/// An app that reads nothing costs memory by its windows: at some point its pod gets no more of them.
+#[test]
+fn a_pod_whose_apps_do_not_read_gets_no_new_connections_and_others_do() {
+    let shop = Shop::in_mesh_with(MeshOptions::default().proxy_env("POD_MAX_BUFFER", "1Mi"));
+    let listener = shop.far.listen(8080);
+    let other = shop.tb.pod("shop/other").on(shop.tb.node(1)).start();
+    let _server = other.serve(8080, Behaviour::Echo);
+    let node = shop.mesh().node(1);
+    shop.mesh().wait_in_mesh(&[&other]);
+    let mut older = shop.client.connect(other.at(8080)).expect("connect");
+    older.ask(b"before");
+    let mut stuffed = Vec::new();
+    wait_for("the pod to be refused more", || {
+        if let Ok(mut stream) = shop.client.connect(shop.far.at(8080)) {
+            stream.set_nonblocking(true).expect("set non-blocking");
+            while stream.write(&[0; 64 << 10]).is_ok() {}
+            stuffed.push(stream);
+        }
+        // Those that are open go on to fill their windows.
+        for mut stream in &stuffed {
+            while stream.write(&[0; 64 << 10]).is_ok() {}
+        }
+        (node.proxy_metrics().sum("understory_connections_shed_total", &[("limit", "pod_buffer")]) > 0.0).then_some(())
+    });
+    assert!(node.proxy_metrics().sum("understory_buffered_bytes", &[]) > 1e6);
+    shop.client.connect(other.at(8080)).expect("connect").ask(b"another pod");
+    older.ask(b"and what was open");
+    drop((stuffed, listener));
+    let _server = shop.far.serve(8080, Behaviour::Echo);
+    wait_for("the pod to be served again", || {
+        let mut stream = shop.client.connect(shop.far.at(8080)).ok()?;
+        stream.write_all(b"hello").ok()?;
+        std::io::Read::read_exact(&mut stream, &mut [0; 5]).ok()
+    });
+    wait_for("nothing to wait", || (node.proxy_metrics().sum("understory_buffered_bytes", &[]) == 0.0).then_some(()));
+}
+
 /// Turns are fair: however many connections one pod opens, another pod has its answers in between.
 #[test]
 fn a_pod_that_floods_connections_leaves_another_pod_its_turns() {

@@ -454,6 +454,9 @@ impl Core {
             }
             if put < bytes.len() {
                 state.waiting.extend(&bytes[put..]);
+                if let Some(sink) = &state.sink {
+                    sink.waits(bytes.len() - put);
+                }
                 state.wake();
             }
             self.taken(id, state, put);

@@ -29,6 +29,8 @@ impl Sink for Cup {
         self.held.borrow_mut().extend_from_slice(&bytes[..n]);
         Ok(n)
     }
+
+    fn waits(&self, _: usize) {}
 }
 
 fn settings() -> Settings {

@@ -14,6 +14,8 @@ use super::fields::Response;
 pub trait Sink {
     /// Takes a prefix of `bytes`; 0: nothing for now.
     fn put(&self, bytes: &[u8]) -> io::Result<usize>;
+    /// So many bytes more wait for it, in memory of ours.
+    fn waits(&self, bytes: usize);
 }
 
 /// How a stream ended other than by the end of both directions.

@@ -28,7 +28,9 @@ impl Stream {
 
     /// What comes goes there at once from now on. What has come before is to be taken with [`Self::take_waiting`].
     pub fn set_sink(&self, sink: Rc<dyn Sink>) {
-        self.state.borrow_mut().sink = Some(sink);
+        let mut state = self.state.borrow_mut();
+        sink.waits(state.waiting.len());
+        state.sink = Some(sink);
     }
 
     /// How the stream was broken off, if it was. Its user is woken when that changes.

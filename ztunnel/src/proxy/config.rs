@@ -364,6 +364,10 @@ pub struct LimitArgs {
         value_parser = number
     )]
     pub pod_max_handshakes: u32,
+    /// Bytes that came for apps of one pod and that they have not taken yet, from which on the pod's new connections are
+    /// reset. Those that are open may fill their windows beyond it.
+    #[arg(long, env = "POD_MAX_BUFFER", value_name = "POD_MAX_BUFFER", default_value = "256Mi", value_parser = size)]
+    pub pod_max_buffer: Bytes,
     /// Memory that the proxy may use, bytes: from nine tenths of it on, new connections are reset. Default: what its
     /// container may use, else no limit.
     #[arg(long, env = "MEMORY_LIMIT", value_name = "MEMORY_LIMIT", value_parser = size)]
@@ -381,6 +385,7 @@ pub struct Limits {
     pub pool_max_streams: u32,
     pub pod_max_connections: u32,
     pub pod_max_handshakes: u32,
+    pub pod_max_buffer: u64,
     pub descriptors: DescriptorBounds,
     /// If it is set.
     pub memory: Option<u64>,

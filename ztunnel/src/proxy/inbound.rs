@@ -149,7 +149,7 @@ async fn connection(tunnel: Rc<Tunnel>, incoming: Incoming) {
             let Established { stream, count } = established;
             let half_close = tunnel.worker.shared.config.timeouts.half_close;
             let socket = Resetting::new(app.socket);
-            let relay = TunnelRelay::new(socket, Side::Server, stream, connection.live(), half_close);
+            let relay = TunnelRelay::new(socket, Side::Server, stream, connection.live(), open.buffered(), half_close);
             tokio::task::spawn_local(carry(relay, connection, Some(count), (open, work)));
         }
         Err(failure) => telemetry.failed(&flow, &failure),

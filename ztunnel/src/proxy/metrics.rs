@@ -72,6 +72,10 @@ fn overload(metrics: &Metrics, shared: &Arc<Shared>) {
         },
     );
     let of = shared.clone();
+    metrics.gauge("understory_buffered_bytes", "Bytes that came for apps which have not taken them yet", move || {
+        of.pods().values().map(|pod| pod.buffered() as f64).sum()
+    });
+    let of = shared.clone();
     metrics.gauges(
         "understory_memory_limit_bytes",
         "Memory of which less than nine tenths must be in use for a connection to begin; missing without a limit",

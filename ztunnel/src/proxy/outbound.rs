@@ -67,6 +67,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
     };
     let half_close = worker.shared.config.timeouts.half_close;
     let connection = worker.shared.open(&pod, flow);
+    let buffered = open.buffered();
     let kept = (upstream.busy, pod, counted, open, work);
     match upstream.link {
         Link::Plain(server) => {
@@ -82,7 +83,7 @@ pub async fn serve(worker: Rc<Worker>, pod: Arc<Pod>, app: TcpStream, client: So
         }
         Link::Tunnel(opened) => {
             let Opened { stream, headers: _, count } = *opened;
-            let relay = TunnelRelay::new(app, Side::Client, stream, connection.live(), half_close);
+            let relay = TunnelRelay::new(app, Side::Client, stream, connection.live(), buffered, half_close);
             tokio::task::spawn_local(carry(relay, connection, Some(count), kept));
         }
     }

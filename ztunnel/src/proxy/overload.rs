@@ -23,6 +23,8 @@ pub enum Limit {
     PodHandshakes,
     /// One client's part of a pod's handshakes.
     ClientHandshakes,
+    /// What waits for a pod's apps.
+    PodBuffer,
 }
 
 /// What the process as a whole may begin, and what each limit has refused.
@@ -34,13 +36,14 @@ pub struct Overload {
 }
 
 impl Limit {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Descriptors,
         Self::Memory,
         Self::PodConnections,
         Self::PodTunnels,
         Self::PodHandshakes,
         Self::ClientHandshakes,
+        Self::PodBuffer,
     ];
 
     /// For a metric's label.
@@ -52,6 +55,7 @@ impl Limit {
             Self::PodTunnels => "pod_tunnels",
             Self::PodHandshakes => "pod_handshakes",
             Self::ClientHandshakes => "client_handshakes",
+            Self::PodBuffer => "pod_buffer",
         }
     }
 }

@@ -19,6 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
+use super::share::Buffered;
 use crate::hbone::{Broken, Buffer, Sink, Stream};
 
 /// Which end of a relay: the side that connected to us, or the side that we connected to.
@@ -108,6 +109,8 @@ struct App<M> {
     to: Cell<u64>,
     /// Of a write that nobody has asked about yet.
     error: Cell<Option<io::Error>>,
+    /// Bytes that the app has not taken yet.
+    buffered: Buffered,
 }
 
 impl<M: Meter> App<M> {
@@ -139,11 +142,22 @@ impl<M: Meter> Sink for App<M> {
             }
         }
     }
+
+    fn waits(&self, bytes: usize) {
+        self.buffered.waits(bytes);
+    }
 }
 
 impl<M: Meter> TunnelRelay<M> {
     /// `app_side` says which side the app is; `half_close` is the silence after which a half-closed connection is ended.
-    pub fn new(app: Resetting, app_side: Side, stream: Stream, meter: M, half_close: Duration) -> Self {
+    pub fn new(
+        app: Resetting,
+        app_side: Side,
+        stream: Stream,
+        meter: M,
+        buffered: Buffered,
+        half_close: Duration,
+    ) -> Self {
         let app = App {
             socket: app.into(),
             side: app_side,
@@ -151,6 +165,7 @@ impl<M: Meter> TunnelRelay<M> {
             from: Cell::new(0),
             to: Cell::new(0),
             error: Cell::new(None),
+            buffered,
         };
         Self {
             app: Rc::new(app),
@@ -250,7 +265,11 @@ impl<M: Meter> TunnelRelay<M> {
     fn poll_to_app(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Cut>> {
         let side = self.app.side;
         loop {
-            let all = self.stream.take_waiting(|bytes| self.app.put(bytes));
+            let all = self.stream.take_waiting(|bytes| {
+                let put = self.app.put(bytes)?;
+                self.app.buffered.taken(put);
+                Ok(put)
+            });
             // The first error says why; later ones only that it is so.
             if let Some(error) = self.app.error.take() {
                 return Poll::Ready(Err(failed(side, error)));

@@ -1,9 +1,10 @@
 //! What one pod may take of the proxy: connections, tunnels and handshakes at a time. A flood of one pod, or to one,
 //! is that pod's trouble and leaves descriptors and memory for the others.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::overload::{Limit, Overload};
@@ -16,6 +17,7 @@ pub struct Share {
     connections: AtomicU32,
     tunnels: AtomicU32,
     handshakes: Mutex<Handshakes>,
+    buffered: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -26,6 +28,12 @@ struct Handshakes {
 
 /// A connection of a pod that is being set up or relayed.
 pub struct OpenConnection(Arc<Pod>);
+
+/// Bytes of one connection that its pod's app has not taken yet, as a part of the pod's.
+pub struct Buffered {
+    pod: Arc<Pod>,
+    bytes: Cell<u64>,
+}
 
 /// A tunnel to a pod.
 pub struct OpenTunnel(Arc<Pod>);
@@ -42,9 +50,21 @@ impl Pod {
         self.share.connections.load(Ordering::Relaxed)
     }
 
+    /// Bytes that the pod's apps have not taken yet.
+    pub fn buffered(&self) -> u64 {
+        self.share.buffered.load(Ordering::Relaxed)
+    }
+
     /// Counts a connection, if the pod may have one more and there is memory for it.
     pub fn connection(self: &Arc<Self>, shared: &Shared) -> Result<OpenConnection, Failure> {
         shared.overload.check_memory()?;
+        let (waiting, most) = (self.buffered(), shared.config.limits.pod_max_buffer);
+        if waiting > most {
+            let text = format!(
+                "{waiting} bytes wait for apps of the pod that do not take them, the most by --pod-max-buffer is {most}"
+            );
+            return Err(shared.overload.refuse(Limit::PodBuffer, text));
+        }
         let most = shared.config.limits.pod_max_connections;
         take(&self.share.connections, most).ok_or_else(|| {
             too_many(&shared.overload, Limit::PodConnections, most, "connections", "--pod-max-connections")
@@ -91,6 +111,32 @@ fn take(count: &AtomicU32, most: u32) -> Option<()> {
 
 fn too_many(overload: &Overload, limit: Limit, most: u32, what: &str, setting: &str) -> Failure {
     overload.refuse(limit, format!("the pod has {most} {what} already, the most by {setting}"))
+}
+
+impl OpenConnection {
+    /// For counting what its app has not taken yet.
+    pub fn buffered(&self) -> Buffered {
+        Buffered { pod: self.0.clone(), bytes: Cell::new(0) }
+    }
+}
+
+impl Buffered {
+    pub fn waits(&self, bytes: usize) {
+        self.bytes.set(self.bytes.get() + bytes as u64);
+        self.pod.share.buffered.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Of what has waited.
+    pub fn taken(&self, bytes: usize) {
+        self.bytes.set(self.bytes.get() - bytes as u64);
+        self.pod.share.buffered.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Buffered {
+    fn drop(&mut self) {
+        self.pod.share.buffered.fetch_sub(self.bytes.get(), Ordering::Relaxed);
+    }
 }
 
 impl Drop for OpenConnection {

@@ -140,6 +140,7 @@ impl LimitArgs {
             pool_max_streams: self.pool_max_streams,
             pod_max_connections: self.pod_max_connections.unwrap_or_else(|| descriptors() / 4),
             pod_max_handshakes: self.pod_max_handshakes,
+            pod_max_buffer: self.pod_max_buffer.0,
             descriptors: DescriptorBounds::of(descriptors()),
             memory: self.memory_limit.map(|bytes| bytes.0),
         })

@@ -148,7 +148,7 @@ fn when_memory_is_short_new_work_is_refused_and_established_work_goes_on() {
     let (mesh, node) = (shop.mesh(), shop.mesh().node(1));
     shop.client.connect(shop.far.at(8080)).expect("connect").ask(b"what a connection takes");
     // Room for some hundred handshakes beside what it takes when idle.
-    let limit = (node.proxy.pss() + 16 * MB) / 9 * 10;
+    let limit = (node.proxy_metrics().sum("process_resident_memory_bytes", &[]) as u64 + 16 * MB) / 9 * 10;
     node.proxy.terminate();
     let most = [("MEMORY_LIMIT", limit.to_string()), ("HANDSHAKE_TIMEOUT", "60s".to_owned())];
     let most = most.each_ref().map(|(key, value)| (*key, value.as_str()));

@@ -249,6 +249,10 @@ fn head<'a>(metadata: &Metadata<'a>) -> Head<'a> {
 
 /// Appends text with control characters escaped, so that no value can forge a line.
 fn write_escaped(out: &mut String, text: &str) {
+    if text.bytes().all(|byte| matches!(byte, b' '..=b'~')) {
+        out.push_str(text);
+        return;
+    }
     for c in text.chars() {
         if c.is_control() {
             let _ = write!(out, "{}", c.escape_default());

@@ -7,7 +7,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub fn write_micros(out: &mut String, time: SystemTime) {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     write_date_time(out, since.as_secs() as i64);
-    let _ = write!(out, ".{:06}Z", since.subsec_micros());
+    out.push('.');
+    write_digits(out, i64::from(since.subsec_micros()), 100_000);
+    out.push('Z');
 }
 
 /// `2026-03-01T10:11:12Z` of seconds since 1970, which may be negative.
@@ -29,8 +31,20 @@ fn write_date_time(out: &mut String, unix_seconds: i64) {
     let day = day_of_year - (153 * from_march + 2) / 5 + 1;
     let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
     let year = year_of_era + era * 400 + i64::from(month <= 2);
-    let _ = write!(out, "{year:04}-{month:02}-{day:02}T");
-    let _ = write!(out, "{:02}:{:02}:{:02}", second / 3600, second / 60 % 60, second % 60);
+    let _ = write!(out, "{year:04}");
+    for (mark, number) in [('-', month), ('-', day), ('T', second / 3600), (':', second / 60 % 60), (':', second % 60)]
+    {
+        out.push(mark);
+        write_digits(out, number, 10);
+    }
+}
+
+/// All digits down from the one that stands for `first`.
+fn write_digits(out: &mut String, number: i64, mut first: i64) {
+    while first > 0 {
+        out.push(char::from(b'0' + (number / first % 10) as u8));
+        first /= 10;
+    }
 }
 
 #[cfg(test)]

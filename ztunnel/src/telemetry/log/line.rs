@@ -39,7 +39,7 @@ pub(super) fn plain(
             let _ = write!(out, "{{{fields}}}");
         }
     });
-    let mut fields = String::new();
+    let mut fields = String::with_capacity(USUAL_FIELDS);
     let mut visitor = Plain::new(&mut fields);
     record(&mut visitor);
     out.push('\t');
@@ -62,7 +62,7 @@ pub(super) fn json(
     time::write_micros(out, head.time);
     out.push_str("\",\"scope\":");
     write_json_text(out, head.scope);
-    let mut fields = String::new();
+    let mut fields = String::with_capacity(USUAL_FIELDS);
     let mut visitor = Json::new(&mut fields);
     record(&mut visitor);
     out.push_str(",\"message\":");
@@ -126,7 +126,7 @@ impl Visit for Plain<'_> {
             return;
         }
         self.key(field);
-        let _ = write!(self.out, "{value:?}");
+        write_quoted(self.out, value);
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
@@ -135,13 +135,22 @@ impl Visit for Plain<'_> {
             return;
         }
         self.key(field);
-        let text = format!("{value:?}");
+        let start = self.out.len();
+        let _ = write!(self.out, "{value:?}");
+        let text = &self.out[start..];
         // A text that was formatted: without quotes nobody could tell where it ends.
         if text.contains(' ') && !text.starts_with('"') {
-            let _ = write!(self.out, "{text:?}");
-        } else {
+            let text = self.out.split_off(start);
+            write_quoted(self.out, &text);
+        } else if text.contains(char::is_control) {
+            let text = self.out.split_off(start);
             write_escaped(self.out, &text);
         }
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.key(field);
+        let _ = write!(self.out, "{value}");
     }
 }
 
@@ -200,12 +209,32 @@ impl Visit for Json<'_> {
     }
 }
 
+/// Appends a text in quotes, as Rust writes it.
+fn write_quoted(out: &mut String, text: &str) {
+    if is_plain(text) {
+        out.extend(["\"", text, "\""]);
+    } else {
+        let _ = write!(out, "{text:?}");
+    }
+}
+
+/// Whether nothing of it has to be escaped, in either format.
+fn is_plain(text: &str) -> bool {
+    text.bytes().all(|byte| matches!(byte, b' '..=b'~') && byte != b'"' && byte != b'\\')
+}
+
 fn write_json_text(out: &mut String, text: &str) {
+    if is_plain(text) {
+        out.extend(["\"", text, "\""]);
+        return;
+    }
     match serde_json::to_string(text) {
         Ok(text) => out.push_str(&text),
         Err(_) => out.push_str("\"\""),
     }
 }
 
+/// Fields of a line of the access log, bytes.
+const USUAL_FIELDS: usize = 1 << 10;
 /// A thread keeps a buffer up to this size for its next line.
 const KEPT_BUFFER: usize = 16 << 10;

@@ -167,3 +167,16 @@ pub(crate) fn detached(levels: &str) -> Logging {
     std::mem::forget(subscriber);
     logging
 }
+
+#[test]
+fn a_text_is_quoted_as_rust_and_as_json_do_it() {
+    for text in ["", "plain", "it's", "a \"b\"", "back\\slash", "über", "tab\t", "line\nline", "\u{7f}", "\u{2028}"] {
+        let event = |_: &Logging| info!(value = text, number = 7u64, shown = %text, "m");
+        let line = lines_of(Format::Plain, "info", event).concat();
+        let start = format!("value={text:?} number=7 shown=");
+        assert!(line.split('\t').nth(4).is_some_and(|fields| fields.starts_with(&start)), "{line}");
+        let line = lines_of(Format::Json, "info", event).concat();
+        let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+        assert_eq!((&line["value"], &line["number"], &line["shown"]), (&text.into(), &7.into(), &text.into()));
+    }
+}

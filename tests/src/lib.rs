@@ -34,6 +34,7 @@
 //! | read admin ports | `tb.mesh().node(0).config_dump()`, `.proxy_metrics()`, `.access_log()`, `.agent_status()` |
 //! | restart | `mesh.start_proxy(node)`, `mesh.start_agent(node)`, `mesh.start_control()` |
 //! | delete a pod step by step | `begin_deletion`, `destroy_sandbox`, `remove_object`; `delete` does all three |
+//! | have a pod's sandbox before its processes, and call the CNI plugin as a runtime | `tb.pod(..).sandbox()`, [`Runtime`] |
 //! | have the usual three pods and two services | [`Shop::in_mesh`] |
 //! | send bad HBONE, or use a bad certificate | [`HboneClient`], `tb.mesh().authority()`, [`Authority::foreign`] |
 //! | have a certificate service that misbehaves, or rotates its roots | [`FakeCa`] |
@@ -51,6 +52,7 @@ mod certs;
 mod cgroup;
 mod cleanup;
 mod cluster;
+mod cni;
 mod daemon;
 mod envoy;
 mod fake_ca;
@@ -79,6 +81,7 @@ pub use cluster::{
     AUDIENCE, CLUSTER_CIDRS, DATAPLANE_MODE, Families, ISSUER, Namespace, Node, Pod, PodSpec, Qos, Service,
     ServiceSpec, Target, TokenKey, TokenSpec,
 };
+pub use cni::{CniAnswer, CniCall, Runtime, first_configuration};
 pub use daemon::{Daemon, LogMark, describe};
 pub use envoy::{Envoy, SidecarPorts, envoy_version, h2spec_binary};
 pub use fake_ca::{FakeCa, Manner};

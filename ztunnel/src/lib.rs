@@ -2,6 +2,7 @@
 
 pub mod agent;
 pub mod capture;
+pub mod cni;
 pub mod discovery;
 pub mod files;
 pub mod hbone;

@@ -1,9 +1,10 @@
-//! `ztunnel`: the proxy and the agent of a node.
+//! `ztunnel`: the proxy and the agent of a node, and its CNI plugin.
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use ztunnel::agent::{self, AgentArgs};
+use ztunnel::cni;
 use ztunnel::operator::explain::{self, ExplainArgs};
 use ztunnel::proxy::{self, config::ProxyArgs};
 use ztunnel::telemetry::log::Logging;
@@ -30,14 +31,20 @@ enum Command {
     Proxy(Box<ProxyArgs>),
     /// Brings the node's labelled pods into the mesh
     Agent(Box<AgentArgs>),
+    /// The CNI plugin, which container runtimes call; its configuration is docs/cni.md's matter
+    Cni,
     /// Says what would happen to a connection, and why, as the proxy of this node knows it
     Explain(ExplainArgs),
 }
 
 fn main() -> ExitCode {
+    if let Some(code) = cni::run_if_called() {
+        return code;
+    }
     let result = match Cli::parse().command {
         Command::Proxy(args) => run_proxy(*args),
         Command::Agent(args) => agent::main(*args).map_err(Into::into),
+        Command::Cni => return cni::main(),
         Command::Explain(args) => explain::run(&args),
     };
     match result {

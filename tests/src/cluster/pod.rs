@@ -130,6 +130,27 @@ impl<'a> PodSpec<'a> {
 
     /// Makes the sandbox, starts the pod's processes and writes the object.
     pub fn start(self) -> Pod {
+        let pod = self.make();
+        pod.run_processes();
+        pod.announce();
+        pod
+    }
+
+    /// Makes the sandbox and writes the object, as they are when a runtime calls its CNI plugins: no process runs, and
+    /// the object tells no address. [`Pod::run_processes`] and [`Pod::announce`] do the
+    /// rest.
+    pub fn sandbox(self) -> Pod {
+        let pod = self.make();
+        pod.write();
+        pod
+    }
+
+    /// As [`PodSpec::sandbox`], of which the API server does not tell yet: [`Pod::put_object`].
+    pub fn without_object(self) -> Pod {
+        self.make()
+    }
+
+    fn make(self) -> Pod {
         Namespace::new(self.cluster.clone(), &self.namespace).service_account(&self.service_account);
         let number = self.number.unwrap_or_else(|| self.node.next_pod_number());
         let title = format!("{}.{}", self.namespace, self.name);
@@ -137,16 +158,7 @@ impl<'a> PodSpec<'a> {
         let ips = self.ips(number);
         let cgroup = pod_cgroup(self.node, self.qos, &self.uid);
         let netns = sandbox.clone().unwrap_or_else(|| self.node.netns().clone());
-        let sandbox_place = Place::new(&title, netns.clone(), cgroup.child(&container_id(&self.uid, 0)));
-        let pause = sandbox_place
-            .command(binary("testapp"))
-            .arg("pause")
-            .stdin(Stdio::piped())
-            .spawn()
-            .unwrap_or_else(|e| panic!("pod {title}: start its sandbox process: {e}"));
         let place = Place::new(&title, netns, cgroup.child(&container_id(&self.uid, 1)));
-        // As in a real pod, the app is there before anybody asks for it.
-        place.app();
         let state = Arc::new(PodState {
             place,
             cgroup,
@@ -156,7 +168,7 @@ impl<'a> PodSpec<'a> {
             node_netns: self.node.netns().clone(),
             node_ip: self.node.ip4(),
             number,
-            pause: Mutex::new(Some(pause)),
+            pause: Mutex::new(None),
             namespace: self.namespace,
             name: self.name,
             uid: self.uid,
@@ -167,8 +179,8 @@ impl<'a> PodSpec<'a> {
             object: Mutex::new(Changing {
                 labels: self.labels,
                 annotations: self.annotations,
-                ready: true,
-                phase: "Running",
+                ready: false,
+                phase: "Pending",
                 deleted_at: None,
                 containers_started: 1,
             }),
@@ -176,9 +188,7 @@ impl<'a> PodSpec<'a> {
             created: now(),
         });
         self.cluster.pods.lock().unwrap().push(state.clone());
-        let pod = Pod { cluster: self.cluster, state };
-        pod.write();
-        pod
+        Pod { cluster: self.cluster, state }
     }
 
     fn ips(&self, number: u16) -> Vec<IpAddr> {
@@ -274,6 +284,10 @@ impl Pod {
         self.state.ips[0]
     }
 
+    pub fn addresses(&self) -> &[IpAddr] {
+        &self.state.ips
+    }
+
     #[track_caller]
     pub fn ip6(&self) -> IpAddr {
         *self.state.ips.iter().find(|ip| ip.is_ipv6()).unwrap_or_else(|| panic!("{} has no IPv6 address", self.name()))
@@ -298,6 +312,36 @@ impl Pod {
     /// The cgroup of the whole pod, with its containers below it.
     pub fn pod_cgroup(&self) -> &Cgroup {
         &self.state.cgroup
+    }
+
+    /// Starts the processes of a pod that is only a sandbox; the object does not tell of them yet.
+    pub fn run_processes(&self) {
+        let place = self.state.place.again(self.state.cgroup.child(&container_id(&self.state.uid, 0)));
+        let mut command = place.command(binary("testapp"));
+        let pause = command.arg("pause").stdin(Stdio::piped()).spawn();
+        let pause = pause.unwrap_or_else(|e| panic!("pod {}: start its sandbox process: {e}", self.name()));
+        *self.state.pause.lock().unwrap() = Some(pause);
+        // As in a real pod, the app is there before anybody asks for it.
+        self.state.place.app();
+    }
+
+    /// The object as it is now, for one that nobody has heard of yet.
+    pub fn put_object(&self) {
+        self.write();
+    }
+
+    /// The number that a runtime gives to its sandbox.
+    pub fn sandbox_id(&self) -> String {
+        container_id(&self.state.uid, 0)
+    }
+
+    /// What the kubelet then writes into the object: the pod's addresses, and that it runs.
+    pub fn announce(&self) {
+        {
+            let mut object = self.state.object.lock().unwrap();
+            (object.ready, object.phase) = (true, "Running");
+        }
+        self.write();
     }
 
     /// Process id of the sandbox process.
@@ -439,8 +483,6 @@ impl PodState {
             "status": {
                 "phase": object.phase,
                 "hostIP": self.node_ip,
-                "podIP": self.ips[0],
-                "podIPs": self.ips.iter().map(|ip| json!({ "ip": ip })).collect::<Vec<_>>(),
                 "startTime": self.created,
                 "qosClass": match self.qos {
                     Qos::Guaranteed => "Guaranteed",
@@ -463,6 +505,10 @@ impl PodState {
                 }],
             },
         });
+        if object.phase != "Pending" {
+            value["status"]["podIP"] = json!(self.ips[0]);
+            value["status"]["podIPs"] = self.ips.iter().map(|ip| json!({ "ip": ip })).collect();
+        }
         if let Some(time) = &object.deleted_at {
             value["metadata"]["deletionTimestamp"] = json!(time);
             value["metadata"]["deletionGracePeriodSeconds"] = json!(30);

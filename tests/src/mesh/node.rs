@@ -86,6 +86,16 @@ impl NodeMesh {
         self.run_dir.join("zds.sock")
     }
 
+    /// The CNI plugin's socket of the agent.
+    pub fn cni_socket(&self) -> PathBuf {
+        self.run_dir.join("cni.sock")
+    }
+
+    /// The agent's folder, which is gone when the node starts anew.
+    pub fn run_dir(&self) -> &PathBuf {
+        &self.run_dir
+    }
+
     /// Directory of this node's pins.
     pub fn bpf_dir(&self) -> &PathBuf {
         &self.bpf_dir

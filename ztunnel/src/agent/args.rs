@@ -2,16 +2,19 @@
 //!
 //! Must never let a wrong value through with a silent default.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+use super::cni;
 use super::decision::{Enablement, Rules};
 use super::enrolment::Timings;
 use super::probe::ProbeArgs;
 use super::selector;
+use crate::cni::install::{CniDirs, Entry, Install};
 use crate::telemetry::log::{Format, Levels};
 
 /// `ztunnel agent`: without a subcommand it runs the agent.
@@ -78,6 +81,8 @@ pub struct RunArgs {
     #[command(flatten)]
     pub times: TimeArgs,
     #[command(flatten)]
+    pub cni: CniArgs,
+    #[command(flatten)]
     pub sizes: SizeArgs,
     /// Shape of log lines.
     #[arg(long, env = "LOG_FORMAT", value_name = "LOG_FORMAT", default_value = "plain")]
@@ -96,6 +101,31 @@ pub struct PlaceArgs {
     /// Folder in a bpffs for what must outlive the agent.
     #[arg(long, env = "BPF_DIR", value_name = "BPF_DIR", default_value = "/sys/fs/bpf/understory")]
     pub bpf_dir: PathBuf,
+}
+
+/// The folders that container runtimes read. Without them the CNI plugin is not installed.
+#[derive(Clone, Debug, Args)]
+pub struct CniDirArgs {
+    /// Folder with the runtime's network configurations, such as /etc/cni/net.d: the CNI plugin is put into the chain of
+    /// the first.
+    #[arg(long, env = "CNI_CONF_DIR", value_name = "DIR", requires = "cni_bin_dir")]
+    pub cni_conf_dir: Option<PathBuf>,
+    /// Folder with the runtime's CNI plugins, such as /opt/cni/bin.
+    #[arg(long, env = "CNI_BIN_DIR", value_name = "DIR", requires = "cni_conf_dir")]
+    pub cni_bin_dir: Option<PathBuf>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct CniArgs {
+    #[command(flatten)]
+    pub dirs: CniDirArgs,
+    /// Do not change the runtime's network configuration, but keep one of our own before it that is made from it: for
+    /// networks that write theirs anew whenever the node starts.
+    #[arg(long, env = "CNI_OWN_FILE", value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
+    pub cni_own_file: bool,
+    /// How long a pod's start may wait until the pod is captured, before it is refused and tried again.
+    #[arg(long, env = "CNI_TIMEOUT", value_name = "TIME", default_value = "10s", value_parser = duration)]
+    pub cni_timeout: Duration,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -135,6 +165,8 @@ pub struct SizeArgs {
 pub struct CleanupArgs {
     #[command(flatten)]
     pub place: PlaceArgs,
+    #[command(flatten)]
+    pub cni: CniDirArgs,
     /// Folder with the pods' status files; those of the node are removed.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR", requires = "node_name")]
     pub status_dir: Option<PathBuf>,
@@ -158,6 +190,10 @@ pub struct AgentConfig {
     pub fail_open: bool,
     pub timings: Timings,
     pub probe_timeout: Duration,
+    /// Where the CNI plugin is installed, and how.
+    pub cni_install: Option<Install>,
+    /// How long an ADD of the CNI plugin may take.
+    pub cni_timeout: Duration,
     pub sizes: Sizes,
     /// This program's own executable, which probes are started from.
     pub program: PathBuf,
@@ -204,6 +240,21 @@ impl RunArgs {
             zds_sockets = vec![self.place.run_dir.join("zds.sock"), UPSTREAM_SOCKET.into()];
         }
         let names = self.exclude_namespaces.into_iter().map(|name| name.trim().to_owned());
+        let exclude_namespaces: BTreeSet<String> = names.filter(|name| !name.is_empty()).collect();
+        // What a node needs to come up does without the agent.
+        let without_agent = exclude_namespaces.iter().chain([&self.system_namespace]).cloned();
+        let entry = Entry {
+            socket: std::path::absolute(cni::socket(&self.place.run_dir)).unwrap_or_default(),
+            exclude_namespaces: without_agent.collect::<BTreeSet<String>>().into_iter().collect(),
+            timeout_seconds: self.cni.cni_timeout.as_secs() + CNI_GRACE_SECONDS,
+        };
+        let program = PathBuf::from("/proc/self/exe");
+        let cni_install = self.cni.dirs.check().map(|dirs| Install {
+            dirs,
+            own_file: self.cni.cni_own_file,
+            program: program.clone(),
+            entry,
+        });
         Ok(AgentConfig {
             node_name,
             manifests,
@@ -214,7 +265,7 @@ impl RunArgs {
             cgroup_root: self.cgroup_root,
             admin_addr: self.admin_addr,
             rules: Rules {
-                exclude_namespaces: names.filter(|name| !name.is_empty()).collect(),
+                exclude_namespaces,
                 system_namespace: self.system_namespace,
                 selectors: self.enablement_selectors.map_or_else(Rules::default_selectors, |selectors| selectors.0),
             },
@@ -227,9 +278,17 @@ impl RunArgs {
                 backlog: self.times.backlog_timeout,
             },
             probe_timeout: self.times.probe_timeout,
+            cni_install,
+            cni_timeout: self.cni.cni_timeout,
             sizes: Sizes { max_pods: self.sizes.max_pods, max_waiting: self.sizes.max_waiting },
-            program: PathBuf::from("/proc/self/exe"),
+            program,
         })
+    }
+}
+
+impl CniDirArgs {
+    pub fn check(&self) -> Option<CniDirs> {
+        Some(CniDirs { conf: self.cni_conf_dir.clone()?, bin: self.cni_bin_dir.clone()? })
     }
 }
 
@@ -263,6 +322,8 @@ fn levels(text: &str) -> Result<Levels, String> {
 
 /// Where upstream proxies look for their agent.
 const UPSTREAM_SOCKET: &str = "/var/run/ztunnel/ztunnel.sock";
+/// The plugin waits for so much longer than the agent takes.
+const CNI_GRACE_SECONDS: u64 = 5;
 const SHORTEST_VERIFY: Duration = Duration::from_millis(100);
 const FIRST_RETRY: Duration = Duration::from_millis(200);
 

@@ -13,18 +13,25 @@ use super::{AgentError, failed, run_dir_failed};
 use crate::capture::netns::Netns;
 use crate::capture::pod_network;
 use crate::capture::programs::Capture;
+use crate::cni;
 use crate::manifests::StatusFolder;
 
 /// Removes it all and prints what it removed. A pod whose network cannot be put back is named and does not stop the
 /// rest.
 pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
     let run_dir = &args.place.run_dir;
-    if !run_dir.exists() {
+    let lock = run_dir.exists().then(|| RunLock::take(run_dir)).transpose()?;
+    // First what leads to the agent: from its last step on no pod's start waits for one that is not there.
+    if let Some(dirs) = args.cni.check() {
+        for what in cni::install::remove(&dirs)? {
+            println!("CNI plugin: {what}");
+        }
+    }
+    if lock.is_none() {
         Capture::remove_all(&args.place.bpf_dir)?;
         println!("capture: removed {}; {} was not there", args.place.bpf_dir.display(), run_dir.display());
         return Ok(());
     }
-    let _lock = RunLock::take(run_dir)?;
     if let (Some(dir), Some(node)) = (&args.status_dir, &args.node_name) {
         let folder = StatusFolder::open(dir)?;
         for status in folder.of_node(node)? {

@@ -5,11 +5,13 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
 use serde::Deserialize;
 
+use super::sandbox::Sandbox;
 use super::selector;
 
 /// What enrolment needs to know of a pod.
@@ -24,6 +26,8 @@ pub struct PodFacts {
     pub addresses: Vec<IpAddr>,
     /// Its deletion has been ordered; its processes may still run.
     pub leaving: bool,
+    /// What the runtime told, if it runs the CNI plugin.
+    pub sandbox: Option<Arc<Sandbox>>,
 }
 
 /// Whether a pod is to be in the mesh.
@@ -92,7 +96,20 @@ pub fn facts(pod: &Pod) -> Option<PodFacts> {
             .unwrap_or_else(|| "default".into()),
         addresses: addresses(pod),
         leaving: meta.deletion_timestamp.is_some(),
+        sandbox: None,
     })
+}
+
+impl PodFacts {
+    /// With what the runtime told of the pod's sandbox, whose addresses count more than those of the object: it may
+    /// have none yet, or those of the sandbox before.
+    pub fn with_sandbox(mut self, sandbox: Option<Arc<Sandbox>>) -> PodFacts {
+        if let Some(sandbox) = &sandbox {
+            self.addresses.clone_from(&sandbox.addresses);
+        }
+        self.sandbox = sandbox;
+        self
+    }
 }
 
 impl Rules {

@@ -15,6 +15,7 @@ use super::metrics::AgentMetrics;
 use super::procs::{self, FindError};
 use super::proxies::{Offer, OfferError, Proxies};
 use super::record::{Record, RecordError, Records};
+use super::sandbox::Sandboxes;
 use super::scanner::Scanner;
 use super::verify::{Defect, Part, Subject, Verifier};
 use crate::capture::listeners::{ListenerError, ListenerPorts, PodListeners};
@@ -87,6 +88,7 @@ pub struct Context {
     pub proxies: Arc<Proxies>,
     pub scanner: Scanner,
     pub records: Records,
+    pub sandboxes: Sandboxes,
     pub status: Option<StatusFolder>,
     pub verifier: Verifier,
     pub metrics: Arc<AgentMetrics>,
@@ -118,9 +120,27 @@ impl Context {
         if facts.addresses.is_empty() {
             return Err(Trouble::NoAddress);
         }
+        if let Some(sandbox) = &facts.sandbox {
+            // Until its start is over there is nothing to be seen of it.
+            if !sandbox.is_awaited() && self.has_left(facts, sandbox.netns.id(), Duration::ZERO).await {
+                self.sandboxes.forget(&facts.uid);
+                return Err(FindError::OtherSandbox.into());
+            }
+            procs::require_address(&sandbox.netns, &facts.addresses).await?;
+            return Ok(sandbox.netns.clone());
+        }
         let scan = self.scanner.within(Duration::ZERO).await;
         let leader = scan.leader(&facts.cgroup_uid, &self.node_netns).ok_or(FindError::NoProcess)?;
         Ok(Arc::new(procs::open(leader, &facts.addresses).await?))
+    }
+
+    /// Whether the pod's processes run in other namespaces than this one. A container may have some of its own inside
+    /// the pod: only when all have left the pod's has it moved. Those from before its present sandbox do not count.
+    pub async fn has_left(&self, facts: &PodFacts, netns: NetnsId, scan_age: Duration) -> bool {
+        let scan = self.scanner.within(scan_age).await;
+        let since = facts.sandbox.as_ref().map_or(0, |sandbox| sandbox.since);
+        let own = scan.processes(&facts.cgroup_uid).iter().filter(|process| !self.node_netns.contains(&process.netns));
+        own.filter(|process| process.started >= since).count() > 0 && !scan.runs_in(&facts.cgroup_uid, netns)
     }
 
     /// Writes down what is about to be done to a pod. `earlier` is what was written before, if anything.

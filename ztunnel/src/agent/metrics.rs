@@ -89,6 +89,10 @@ impl AgentMetrics {
         lock(&self.board).remove(uid);
     }
 
+    pub fn view(&self, uid: &str) -> Option<PodView> {
+        lock(&self.board).get(uid).cloned()
+    }
+
     /// All pods of the node, by namespace and name.
     pub fn views(&self) -> Vec<PodView> {
         let mut views: Vec<PodView> = lock(&self.board).values().cloned().collect();

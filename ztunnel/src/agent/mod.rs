@@ -7,6 +7,7 @@ mod args;
 mod backlog;
 mod cgroups;
 mod cleanup;
+mod cni;
 mod decision;
 mod enrolment;
 mod exempt;
@@ -19,6 +20,7 @@ mod probe;
 mod procs;
 mod proxies;
 mod record;
+mod sandbox;
 mod scanner;
 mod selector;
 mod verify;
@@ -42,6 +44,7 @@ pub use probe::ProbeArgs;
 use crate::capture::listeners::ListenerPorts;
 use crate::capture::netns::Netns;
 use crate::capture::programs::{CaptureConfig, CaptureError};
+use crate::cni::install::{self, InstallError, InstallState};
 use crate::lifecycle::{Readiness, raise_descriptor_limit};
 use crate::manifests::{self, Folders, StatusError, StatusFolder, WatchError};
 use crate::telemetry::http::{self, Response, Router};
@@ -49,6 +52,7 @@ use crate::telemetry::log::Logging;
 use crate::telemetry::metrics::Metrics;
 use crate::zds::{Server, ServerConfig, TransportError};
 use cgroups::{CgroupError, CgroupRoot};
+use cni::{CniMetrics, CniServer};
 use enrolment::Context;
 use exempt::Exemptions;
 use kernel::Kernel;
@@ -57,6 +61,7 @@ use metrics::AgentMetrics;
 use node::NodeTask;
 use proxies::Proxies;
 use record::{RecordError, Records};
+use sandbox::Sandboxes;
 use scanner::Scanner;
 use verify::Verifier;
 
@@ -83,6 +88,10 @@ pub enum AgentError {
     Watch(#[from] WatchError),
     #[error("the socket for proxies: {0}")]
     Zds(#[from] TransportError),
+    #[error(transparent)]
+    CniInstall(#[from] InstallError),
+    #[error("the CNI plugin's socket {}: cannot listen: {source}", path.display())]
+    CniSocket { path: PathBuf, source: io::Error },
     #[error(transparent)]
     Admin(#[from] http::BindError),
 }
@@ -138,6 +147,7 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
         proxies: proxies.clone(),
         scanner,
         records: Records::open(config.run_dir.join(RECORDS))?,
+        sandboxes: Sandboxes::default(),
         status: config.status_dir.as_ref().map(StatusFolder::open).transpose()?,
         verifier: Verifier {
             root: root.clone(),
@@ -168,6 +178,19 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     let admin = http::Server::bind("agent", config.admin_addr)?;
     let admin_addr = admin.local_addr();
     let server = Server::bind(ServerConfig::new(config.zds_sockets.clone()))?;
+    let cni_metrics = Arc::new(CniMetrics::default());
+    let cni_socket = cni::socket(&config.run_dir);
+    let (rules, limit) = (config.rules.clone(), config.cni_timeout);
+    let plugin = CniServer::bind(
+        &cni_socket,
+        context.clone(),
+        rules,
+        watch.objects(),
+        readiness.clone(),
+        cni_metrics.clone(),
+        limit,
+    )
+    .map_err(|source| AgentError::CniSocket { path: cni_socket, source })?;
     let node = NodeTask::new(context.clone(), root.clone(), config.rules, watch.objects())?;
 
     // Before the pods' tasks, whose sweep would take the stand-in for the rest of a pod.
@@ -177,8 +200,15 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     tasks.spawn(scanning);
     tasks.spawn(proxies.clone().serve(server));
     tasks.spawn(backlog::guard(proxies, config.timings.backlog, metrics.clone()));
-    tasks.spawn(admin.serve(pages(registry, metrics, readiness), std::future::pending()));
+    tasks.spawn(admin.serve(pages(registry.clone(), metrics, readiness), std::future::pending()));
     tasks.spawn(node.run(first_look));
+    tasks.spawn(plugin.serve());
+    let installed = config.cni_install.map(|install| {
+        let state = Arc::new(InstallState::default());
+        tasks.spawn(install::keep(install, state.clone()));
+        state
+    });
+    cni_metrics.register(&registry, installed);
     tasks.spawn(async move {
         let mut tested = tested;
         while !tested {

@@ -52,6 +52,7 @@ impl NodeTask {
             interval
         };
         let (mut reconcile, mut sweep) = (every(RECONCILE), every(SWEEP));
+        let mut sandboxes = self.context.sandboxes.changes();
         self.reconcile();
         self.context.proxies.set_complete();
         first_look.done();
@@ -67,8 +68,14 @@ impl NodeTask {
                     }
                     Err(error) => self.task_died(&error),
                 },
+                // The sender is in the context, which lives on.
+                Ok(()) = sandboxes.changed() => {}
                 _ = reconcile.tick() => {}
-                _ = sweep.tick() => self.sweep().await,
+                _ = sweep.tick() => {
+                    self.reconcile();
+                    self.context.sandboxes.keep_pods(|uid| self.wishes.contains_key(uid));
+                    self.sweep().await;
+                }
             }
             self.reconcile();
         }
@@ -84,6 +91,8 @@ impl NodeTask {
                 continue;
             }
             let Some(facts) = decision::facts(pod) else { continue };
+            let sandbox = self.context.sandboxes.get(&facts.uid);
+            let facts = facts.with_sandbox(sandbox);
             let namespace = objects.namespace(&facts.namespace);
             let decision = decision::decide(pod, namespace.map(Arc::as_ref), &self.rules);
             present.insert(facts.uid.clone());

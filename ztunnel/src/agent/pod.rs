@@ -17,6 +17,7 @@ use super::metrics::{PodState, PodView, unix_seconds};
 use super::procs::FindError;
 use super::proxies::OfferError;
 use super::record::Record;
+use super::sandbox::Progress;
 use crate::capture::listeners::ListenerError;
 
 /// What the objects say of a pod.
@@ -97,8 +98,11 @@ impl PodTask {
             let wish = self.wish.borrow_and_update().clone();
             proxies.mark_unchanged();
             let next = {
-                // The semaphore is never closed.
-                let _slot = context.slots.acquire().await;
+                // A pod whose start waits for it does not queue behind checks. The semaphore is never closed.
+                let _slot = match self.is_awaited(&wish) {
+                    true => None,
+                    false => context.slots.acquire().await.ok(),
+                };
                 match self.step(&wish).await {
                     // One step may succeed again and again on the way to the one that fails.
                     Ok(Next::Now) => Next::Now,
@@ -113,7 +117,10 @@ impl PodTask {
             self.show(&wish);
             let wait = match next {
                 Next::Now => continue,
-                Next::End => return context.metrics.forget(&self.uid),
+                Next::End => {
+                    context.sandboxes.forget(&self.uid);
+                    return context.metrics.forget(&self.uid);
+                }
                 Next::After(wait) => Some(wait),
                 Next::Idle => None,
             };
@@ -235,14 +242,17 @@ impl PodTask {
     /// Whether the pod's processes are in another namespace, or its addresses are others, than what is held.
     async fn has_moved(&self, facts: &PodFacts) -> bool {
         let Some(held) = self.stage.held() else { return false };
-        // An object that tells no address is no news of one.
-        if !facts.addresses.is_empty() && held.record.addresses != facts.addresses {
+        if facts.sandbox.as_ref().is_some_and(|sandbox| sandbox.netns != held.netns) {
             return true;
         }
-        let scan = self.context.scanner.within(SCAN_AGE).await;
-        let leader = scan.leader(&facts.cgroup_uid, &self.context.node_netns);
-        // A container may have namespaces of its own inside the pod: only when all have left the pod's has it moved.
-        leader.is_some() && !scan.runs_in(&facts.cgroup_uid, held.netns.id())
+        // An object that tells no address is no news of one, and their order is none.
+        if facts.addresses.iter().any(|address| !held.record.addresses.contains(address)) {
+            return true;
+        }
+        if facts.sandbox.as_ref().is_some_and(|sandbox| sandbox.is_awaited()) {
+            return false;
+        }
+        self.context.has_left(facts, held.netns.id(), SCAN_AGE).await
     }
 
     fn is_captured(&mut self) -> Next {
@@ -296,6 +306,7 @@ impl PodTask {
 
     fn show(&self, wish: &Wish) {
         let Wish::Pod(facts, decision) = wish else { return };
+        self.report(facts);
         let state = match (&self.stage, decision) {
             (Stage::Following(..) | Stage::Draining(..), _) => PodState::Leaving,
             (_, Decision::Out(_)) if self.record.is_some() => PodState::Leaving,
@@ -320,6 +331,24 @@ impl PodTask {
             served: self.context.proxies.has_taken(&self.uid),
             reason,
         });
+    }
+
+    /// Whether a pod's start waits for it to be captured.
+    fn is_awaited(&self, wish: &Wish) -> bool {
+        let Wish::Pod(PodFacts { sandbox: Some(sandbox), .. }, Decision::In) = wish else { return false };
+        sandbox.is_awaited() && !matches!(self.stage, Stage::Captured(_) | Stage::Enrolled(_))
+    }
+
+    /// Tells who waits for the pod's sandbox how far it is.
+    fn report(&self, facts: &PodFacts) {
+        let Some(sandbox) = &facts.sandbox else { return };
+        match (&self.stage, &self.trouble) {
+            (Stage::Captured(held) | Stage::Enrolled(held), _) if held.netns == sandbox.netns => {
+                sandbox.report(Progress::Captured);
+            }
+            (_, Some(trouble)) => sandbox.report(Progress::Stuck(trouble.clone())),
+            (_, None) => {}
+        }
     }
 
     fn name(&self, wish: &Wish) -> String {

@@ -38,6 +38,10 @@ pub enum FindError {
     Vanished { pid: i32 },
     #[error("the namespace of its process {pid} holds none of the pod's addresses {expected:?} but {found:?}")]
     Addresses { pid: i32, expected: Vec<IpAddr>, found: Vec<IpAddr> },
+    #[error("the namespace of its sandbox holds none of its addresses {expected:?} but {found:?}")]
+    Sandbox { expected: Vec<IpAddr>, found: Vec<IpAddr> },
+    #[error("its processes are in another sandbox than the runtime told")]
+    OtherSandbox,
     #[error("cannot open the namespace of its process {pid}: {source}")]
     Open { pid: i32, source: io::Error },
     #[error("cannot see the addresses of its namespace: {0}")]
@@ -96,16 +100,19 @@ pub async fn open(process: &Process, addresses: &[IpAddr]) -> Result<Netns, Find
     if netns.id() != process.netns || still.is_none_or(|(_, now)| now.started != process.started) {
         return Err(FindError::Vanished { pid });
     }
-    require_address(&netns, addresses, pid).await?;
-    Ok(netns)
+    match require_address(&netns, addresses).await {
+        Err(FindError::Sandbox { expected, found }) => Err(FindError::Addresses { pid, expected, found }),
+        other => other.map(|()| netns),
+    }
 }
 
-async fn require_address(netns: &Netns, addresses: &[IpAddr], pid: i32) -> Result<(), FindError> {
+/// A namespace that holds none of the pod's addresses is not the pod's.
+pub async fn require_address(netns: &Netns, addresses: &[IpAddr]) -> Result<(), FindError> {
     let found = pod_network::addresses(netns).await?;
     if addresses.iter().any(|address| found.contains(address)) {
         return Ok(());
     }
-    Err(FindError::Addresses { pid, expected: addresses.to_vec(), found })
+    Err(FindError::Sandbox { expected: addresses.to_vec(), found })
 }
 
 /// A pod's process; nothing if it is none, is gone, or is kept from us.
@@ -228,10 +235,10 @@ mod tests {
             })
             .unwrap();
         let (own, other) = ("10.99.0.1".parse().unwrap(), "10.99.0.2".parse().unwrap());
-        require_address(&netns, &[own], 1).await.unwrap();
-        require_address(&netns, &[other, own], 1).await.unwrap();
-        assert!(matches!(require_address(&netns, &[other], 1).await, Err(FindError::Addresses { .. })));
-        assert!(matches!(require_address(&netns, &[], 1).await, Err(FindError::Addresses { .. })));
+        require_address(&netns, &[own]).await.unwrap();
+        require_address(&netns, &[other, own]).await.unwrap();
+        assert!(matches!(require_address(&netns, &[other]).await, Err(FindError::Sandbox { .. })));
+        assert!(matches!(require_address(&netns, &[]).await, Err(FindError::Sandbox { .. })));
     }
 
     #[tokio::test]

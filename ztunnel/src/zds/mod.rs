@@ -12,7 +12,7 @@ mod transport;
 pub use client::{AddedPod, Client, ClientConfig, DrainState, PodManager, Removal, Status};
 pub use message::{CaptureMapFds, EXTENSION, PodInfo, ProtocolError, Request, Response};
 pub use server::{Arrival, HelloError, RequestError, Server, ServerConfig, Session, SessionId};
-pub use transport::{MAX_PACKET, Packet, Peer, Seqpacket, SeqpacketListener, TransportError};
+pub use transport::{MAX_PACKET, Packet, Peer, Seqpacket, SeqpacketListener, TransportError, listen_for_root};
 
 #[cfg(test)]
 mod tests;

@@ -195,6 +195,14 @@ impl Drop for SeqpacketListener {
 }
 
 fn bind(path: &Path) -> io::Result<SeqpacketListener> {
+    let socket = listen_for_root(path, SocketType::SEQPACKET, ACCEPT_BACKLOG)?;
+    let inode = inode_of(path)?;
+    Ok(SeqpacketListener { fd: watched(socket, Interest::READABLE)?, path: path.to_owned(), inode })
+}
+
+/// A non-blocking Unix socket that listens at `path`, for root only; takes the place of one that is there already, and
+/// makes missing folders.
+pub fn listen_for_root(path: &Path, kind: SocketType, backlog: i32) -> io::Result<OwnedFd> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
@@ -207,13 +215,12 @@ fn bind(path: &Path) -> io::Result<SeqpacketListener> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let socket = socket()?;
+    let socket = socket_of(kind)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(&hidden)?)?;
     std::fs::set_permissions(&hidden, std::fs::Permissions::from_mode(0o600))?;
-    rustix::net::listen(&socket, ACCEPT_BACKLOG)?;
+    rustix::net::listen(&socket, backlog)?;
     std::fs::rename(&hidden, path)?;
-    let inode = inode_of(path)?;
-    Ok(SeqpacketListener { fd: watched(socket, Interest::READABLE)?, path: path.to_owned(), inode })
+    Ok(socket)
 }
 
 fn inode_of(path: &Path) -> io::Result<u64> {
@@ -227,8 +234,12 @@ fn watched(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
 }
 
 fn socket() -> rustix::io::Result<OwnedFd> {
+    socket_of(SocketType::SEQPACKET)
+}
+
+fn socket_of(kind: SocketType) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+    rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
 }
 
 fn send(fd: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {

@@ -6,7 +6,7 @@ mod read;
 pub(crate) mod tests;
 
 use ztunnel::kubernetes::{Api, Kind, Source, Wanted};
-use ztunnel::manifests::SecurityKind;
+use ztunnel::manifests::{EntryKind, SecurityKind};
 
 pub use lease::Candidate;
 pub use read::read;
@@ -24,6 +24,8 @@ fn wanted() -> Vec<Wanted> {
         Wanted::all(Kind::Pod).with_fields("status.phase!=Succeeded,status.phase!=Failed"),
         Wanted::all(Kind::Service),
         Wanted::all(Kind::EndpointSlice),
+        Wanted::all(Kind::Entry(EntryKind::ServiceEntry)),
+        Wanted::all(Kind::Entry(EntryKind::WorkloadEntry)),
         Wanted::all(Kind::Security(SecurityKind::PeerAuthentication)),
         Wanted::all(Kind::Security(SecurityKind::AuthorizationPolicy)),
     ]

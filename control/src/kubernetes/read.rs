@@ -14,10 +14,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ztunnel::kubernetes::Kind;
-use ztunnel::manifests::{Object, SecurityKind, SecurityPolicy};
+use ztunnel::manifests::{EntryKind, Object, SecurityKind, SecurityPolicy, ServiceEntry, WorkloadEntry};
 
 /// An object of a kind, read and pruned. `version` is that of the API that it came from.
 pub fn read(kind: Kind, version: &str, mut value: Value) -> Result<Object, String> {
+    let known = kind.versions();
+    if !known.contains(&version) {
+        return Err(format!("{} of version {version:?} is not known, only {known:?}", kind.name()));
+    }
     match kind {
         // Of these only the metadata is asked for.
         Kind::Namespace => metadata(&mut value).map(|meta| Object::Namespace(Arc::new(namespace_of(meta)))),
@@ -25,22 +29,20 @@ pub fn read(kind: Kind, version: &str, mut value: Value) -> Result<Object, Strin
         Kind::Pod => parse(value).map(|object| Object::Pod(Arc::new(pod(object)))),
         Kind::Service => parse(value).map(|object| Object::Service(Arc::new(service(object)))),
         Kind::EndpointSlice => parse(value).map(|object| Object::EndpointSlice(Arc::new(slice(object)))),
-        Kind::Security(kind) => policy(kind, version, value),
+        Kind::Entry(EntryKind::ServiceEntry) => {
+            parse(value).map(|object| Object::ServiceEntry(Arc::new(service_entry(object))))
+        }
+        Kind::Entry(EntryKind::WorkloadEntry) => {
+            parse(value).map(|object| Object::WorkloadEntry(Arc::new(workload_entry(object))))
+        }
+        Kind::Security(kind) => policy(kind, value),
     }
 }
 
-fn policy(kind: SecurityKind, version: &str, mut value: Value) -> Result<Object, String> {
-    if !SecurityKind::VERSIONS.contains(&version) {
-        let known = SecurityKind::VERSIONS;
-        return Err(format!("{} of version {version:?} is not known, only {known:?}", kind.name()));
-    }
+fn policy(kind: SecurityKind, mut value: Value) -> Result<Object, String> {
     let meta = metadata(&mut value)?;
-    let metadata = ObjectMeta {
-        // Which of several counts depends on the age.
-        creation_timestamp: meta.creation_timestamp.clone(),
-        generation: meta.generation,
-        ..pruned(meta, |key| key == DRY_RUN)
-    };
+    let generation = meta.generation;
+    let metadata = ObjectMeta { generation, ..with_age(meta, |key| key == DRY_RUN) };
     Ok(Object::policy(kind, SecurityPolicy { metadata, spec: Ok(value["spec"].take()) }))
 }
 
@@ -69,6 +71,20 @@ fn pruned(meta: ObjectMeta, annotation: impl Fn(&str) -> bool) -> ObjectMeta {
         deletion_timestamp: meta.deletion_timestamp,
         ..ObjectMeta::default()
     }
+}
+
+/// Where which of several counts depends on their age.
+fn with_age(meta: ObjectMeta, annotation: impl Fn(&str) -> bool) -> ObjectMeta {
+    let creation_timestamp = meta.creation_timestamp.clone();
+    ObjectMeta { creation_timestamp, ..pruned(meta, annotation) }
+}
+
+fn service_entry(entry: ServiceEntry) -> ServiceEntry {
+    ServiceEntry { metadata: with_age(entry.metadata, of_the_mesh), ..entry }
+}
+
+fn workload_entry(entry: WorkloadEntry) -> WorkloadEntry {
+    WorkloadEntry { metadata: pruned(entry.metadata, of_the_mesh), ..entry }
 }
 
 fn namespace_of(meta: ObjectMeta) -> Namespace {

@@ -44,6 +44,9 @@ async fn control_asks_for_what_its_role_allows_and_for_all_of_it() {
     for plural in ["authorizationpolicies", "peerauthentications"] {
         server.state().serve_kind("security.istio.io", "v1", plural);
     }
+    for plural in ["serviceentries", "workloadentries"] {
+        server.state().serve_kind("networking.istio.io", "v1", plural);
+    }
     server.state().put("/api/v1/namespaces", json!({"metadata": {"name": "a"}}));
     server.state().put("/api/v1/namespaces", json!({"metadata": {"name": "b"}}));
     server.state().put("/api/v1/configmaps", json!({"metadata": {"name": "istio-ca-root-cert", "namespace": "b"}}));

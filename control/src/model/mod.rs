@@ -2,6 +2,9 @@
 //!
 //! Must never serve a half-applied change: a snapshot is published when all that belongs to a change is in it.
 
+mod entry;
+mod hosts;
+mod links;
 mod pod;
 mod policies;
 mod service;
@@ -10,21 +13,21 @@ mod snapshot;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{Node, Pod};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use ztunnel::identity::TrustDomain;
-use ztunnel::manifests::{Changes, ObjectKey, ObjectName, Objects};
+use ztunnel::manifests::{ObjectKey, ObjectName, Objects};
 
 pub use pod::{is_terminal, service_account};
 pub use policies::{PolicyStatus, is_enrolled};
 pub use snapshot::{Change, Decoded, Feature, Kind, Resolved, Resource, Set, Snapshot};
 
 use crate::policy::MeshNames;
+use hosts::Hosts;
+use links::{Links, Step, Touched};
 use policies::Policies;
 
 /// What the model must know beside the objects.
@@ -48,27 +51,12 @@ pub struct Model {
     network: Arc<str>,
     snapshot: Snapshot,
     links: Links,
+    hosts: Hosts,
     policies: Policies,
-}
-
-/// What depends on what, beyond what the objects' order gives.
-#[derive(Debug, Default)]
-struct Links {
-    pods_on: HashMap<Arc<str>, BTreeSet<ObjectName>>,
-    /// Slices by the service that they belong to.
-    slices_of: HashMap<ObjectName, BTreeSet<ObjectName>>,
-    /// Slices by the pods that they name.
-    slices_with: HashMap<ObjectName, BTreeSet<ObjectName>>,
-    /// Uids of the workloads that a slice gave.
-    given_by: HashMap<ObjectName, BTreeSet<String>>,
-}
-
-/// What must be worked out again.
-#[derive(Debug, Default)]
-struct Touched {
-    pods: BTreeSet<ObjectName>,
-    services: BTreeSet<ObjectName>,
-    slices: BTreeSet<ObjectName>,
+    /// Names of the resources that a slice gave.
+    by_slice: HashMap<ObjectName, BTreeSet<Arc<str>>>,
+    /// The same of a ServiceEntry.
+    by_entry: HashMap<ObjectName, BTreeSet<Arc<str>>>,
 }
 
 /// What is at hand when a resource is worked out.
@@ -77,6 +65,7 @@ struct Context<'a> {
     objects: &'a Objects,
     network: &'a str,
     links: &'a Links,
+    hosts: &'a Hosts,
     policies: &'a Policies,
 }
 
@@ -96,6 +85,9 @@ impl Model {
             network: "".into(),
             snapshot: Snapshot::default(),
             links: Links::default(),
+            hosts: Hosts::default(),
+            by_slice: HashMap::new(),
+            by_entry: HashMap::new(),
         }
     }
 
@@ -103,24 +95,29 @@ impl Model {
     pub fn update(&mut self, objects: Arc<Objects>) -> Option<Snapshot> {
         let changes = objects.changes_since(&self.objects);
         let older = std::mem::replace(&mut self.objects, objects);
-        self.links.follow(&changes, &older, &self.objects);
+        let newer = self.objects.clone();
+        let step = Step { changes: &changes, older: &older, newer: &newer };
+        self.links.follow(&step);
+        let elsewhere = self.hosts.follow(&step);
         let network = self.cluster_network();
         let mut touched = if network != self.network {
             tracing::info!(network = &*network, "the cluster's network has another name: everything is sent again");
             self.network = network;
-            self.everything(&older)
+            Touched::everything(&older, &newer)
         } else {
-            self.touched(&changes, &older)
+            self.links.touched(&step, &self.hosts, &self.settings)
         };
-        let mut changed = self.work_out_policies(&changes, &older, &mut touched);
-        for name in touched.services {
-            changed |= self.work_out_service(&name);
-        }
+        touched.service_entries.extend(elsewhere);
+        let mut changed = self.work_out_policies(&step, &mut touched);
+        changed |= self.work_out_services(touched.services, touched.service_entries);
         for name in touched.pods {
             changed |= self.work_out_pod(&name);
         }
         for name in touched.slices {
             changed |= self.work_out_slice(&name);
+        }
+        for name in touched.workload_entries {
+            changed |= self.work_out_workload_entry(&name);
         }
         if !changed {
             return None;
@@ -140,61 +137,9 @@ impl Model {
         label.map_or("", String::as_str).into()
     }
 
-    fn everything(&self, older: &Objects) -> Touched {
-        let mut touched = Touched::default();
-        for objects in [older, &*self.objects] {
-            touched.pods.extend(objects.pods.keys().cloned());
-            touched.services.extend(objects.services.keys().cloned());
-            touched.slices.extend(objects.endpoint_slices.keys().cloned());
-        }
-        touched
-    }
-
-    fn touched(&self, changes: &Changes, older: &Objects) -> Touched {
-        let newer = &*self.objects;
-        let mut touched = Touched::default();
-        touched.pods.extend(changes.pods.iter().cloned());
-        for uid in &changes.statuses {
-            let statuses = [older, newer].into_iter().filter_map(|o| o.statuses.get(uid));
-            touched.pods.extend(statuses.map(|s| ObjectName::new(&s.pod.namespace, &s.pod.name)));
-        }
-        for name in &changes.nodes {
-            // Nodes change all the time (heartbeats); only where they are matters.
-            let place = |objects: &Objects| objects.node(name).map(|n| locality_labels(n).map(str::to_owned));
-            if place(older) != place(newer) {
-                touched.pods.extend(self.links.pods_on.get(name).into_iter().flatten().cloned());
-            }
-        }
-        for name in &changes.namespaces {
-            let annotations = |objects: &Objects| objects.namespace(name).map(|n| n.metadata.annotations.clone());
-            if annotations(older) != annotations(newer) {
-                touched.services.extend(newer.services_in(name).map(|(name, _)| name.clone()));
-            }
-        }
-        for name in &changes.services {
-            touched.services.insert(name.clone());
-            let slices = self.links.slices_of.get(name).into_iter().flatten();
-            for slice in slices {
-                touched.slice(slice, newer);
-            }
-            for service in [older, newer].into_iter().filter_map(|o| o.services.get(name)) {
-                let nothing = BTreeMap::new();
-                let selected = newer
-                    .pods_in(&name.namespace)
-                    .filter(|(_, pod)| service::selects(service, pod.metadata.labels.as_ref().unwrap_or(&nothing)));
-                touched.pods.extend(selected.map(|(name, _)| name.clone()));
-            }
-        }
-        for name in &changes.endpoint_slices {
-            touched.slice(name, older);
-            touched.slice(name, newer);
-        }
-        touched
-    }
-
     /// Policies first: the records of pods name them.
-    fn work_out_policies(&mut self, changes: &Changes, older: &Objects, touched: &mut Touched) -> bool {
-        let update = self.policies.update(changes, older, &self.objects);
+    fn work_out_policies(&mut self, step: &Step<'_>, touched: &mut Touched) -> bool {
+        let update = self.policies.update(step.changes, step.older, step.newer);
         let mut changed = false;
         for (name, resource) in update.resources {
             changed |= match resource {
@@ -212,32 +157,55 @@ impl Model {
                 None => self.snapshot.policies.remove(&key).is_some(),
             };
         }
-        let nothing = BTreeMap::new();
-        let concerned = |name: &ObjectName, pod: &Pod| {
-            let labels = pod.metadata.labels.as_ref().unwrap_or(&nothing);
-            update.targets.iter().any(|target| target.selects(&name.namespace, labels))
-        };
-        if update.targets.iter().any(|target| target.everywhere) {
-            let pods = self.objects.pods.iter().filter(|(name, pod)| concerned(name, pod));
-            touched.pods.extend(pods.map(|(name, _)| name.clone()));
-        } else {
-            for namespace in update.targets.iter().map(|t| t.namespace.as_str()).collect::<BTreeSet<_>>() {
-                let pods = self.objects.pods_in(namespace).filter(|(name, pod)| concerned(name, pod));
-                touched.pods.extend(pods.map(|(name, _)| name.clone()));
+        touched.targets(&update.targets, step.newer);
+        changed
+    }
+
+    /// Services and ServiceEntries together: one takes a host name from the other.
+    fn work_out_services(&mut self, services: BTreeSet<ObjectName>, entries: BTreeSet<ObjectName>) -> bool {
+        let mut changed = false;
+        let mut gone: BTreeSet<Arc<str>> = BTreeSet::new();
+        for name in &entries {
+            gone.extend(self.by_entry.remove(name).unwrap_or_default());
+        }
+        for name in services {
+            let mut problems = Problems::new();
+            let service = self.objects.services.get(&name).cloned();
+            let resource = service.and_then(|s| service::from_service(&self.context(), &s, &mut problems));
+            self.note(ObjectKey::Service(name.clone()), problems);
+            match resource {
+                Some(service) => changed |= self.snapshot.put(Resource::service(&service)),
+                None => drop(gone.insert(self.settings.service_key(&name.name, &name.namespace).into())),
             }
+        }
+        for name in entries {
+            let mut problems = Problems::new();
+            let entry = self.objects.service_entries.get(&name).cloned();
+            let given = entry.map(|e| entry::from_service_entry(&self.context(), &name, &e, &mut problems));
+            self.note(ObjectKey::ServiceEntry(name.clone()), problems);
+            let given = given.unwrap_or_default();
+            let services = given.services.iter().map(Resource::service);
+            let mut names = BTreeSet::new();
+            for resource in services.chain(given.workloads.iter().map(Resource::workload)) {
+                gone.remove(&resource.name);
+                names.insert(resource.name.clone());
+                changed |= self.snapshot.put(resource);
+            }
+            if !names.is_empty() {
+                self.by_entry.insert(name, names);
+            }
+        }
+        gone.retain(|name| !self.is_given(name));
+        for name in gone {
+            changed |= self.snapshot.remove(&name);
         }
         changed
     }
 
-    fn work_out_service(&mut self, name: &ObjectName) -> bool {
-        let mut problems = Problems::new();
-        let service = self.objects.services.get(name).cloned();
-        let resource = service.and_then(|s| service::from_service(&self.context(), &s, &mut problems));
-        self.note(ObjectKey::Service(name.clone()), problems);
-        match resource {
-            Some(service) => self.snapshot.put(Resource::service(&service)),
-            None => self.snapshot.remove(&self.settings.service_key(&name.name, &name.namespace)),
-        }
+    /// Whether a Service gives the resource of that name, whatever a ServiceEntry gave.
+    fn is_given(&self, key: &str) -> bool {
+        let Some((namespace, host)) = key.split_once('/') else { return false };
+        self.context().service_of(host).is_some_and(|name| *name.namespace == *namespace)
     }
 
     fn work_out_pod(&mut self, name: &ObjectName) -> bool {
@@ -256,18 +224,29 @@ impl Model {
         let slice = self.objects.endpoint_slices.get(name).cloned();
         let workloads = slice.map(|s| slice::from_slice(&self.context(), &s, &mut problems)).unwrap_or_default();
         self.note(ObjectKey::EndpointSlice(name.clone()), problems);
-        let uids: BTreeSet<String> = workloads.iter().map(|w| w.uid.clone()).collect();
+        let uids: BTreeSet<Arc<str>> = workloads.iter().map(|w| w.uid.as_str().into()).collect();
         let mut changed = false;
-        for gone in self.links.given_by.remove(name).unwrap_or_default().difference(&uids) {
+        for gone in self.by_slice.remove(name).unwrap_or_default().difference(&uids) {
             changed |= self.snapshot.remove(gone);
         }
         for workload in &workloads {
             changed |= self.snapshot.put(Resource::workload(workload));
         }
         if !uids.is_empty() {
-            self.links.given_by.insert(name.clone(), uids);
+            self.by_slice.insert(name.clone(), uids);
         }
         changed
+    }
+
+    fn work_out_workload_entry(&mut self, name: &ObjectName) -> bool {
+        let mut problems = Problems::new();
+        let entry = self.objects.workload_entries.get(name).cloned();
+        let workload = entry.and_then(|e| entry::from_workload_entry(&self.context(), name, &e, &mut problems));
+        self.note(ObjectKey::WorkloadEntry(name.clone()), problems);
+        match workload {
+            Some(workload) => self.snapshot.put(Resource::workload(&workload)),
+            None => self.snapshot.remove(&self.settings.workload_entry_uid(name)),
+        }
     }
 
     fn note(&mut self, object: ObjectKey, problems: Problems) {
@@ -288,6 +267,7 @@ impl Model {
             objects: &self.objects,
             network: &self.network,
             links: &self.links,
+            hosts: &self.hosts,
             policies: &self.policies,
         }
     }
@@ -308,6 +288,10 @@ impl ModelSettings {
         format!("{}//Pod/{namespace}/{name}", self.cluster_id)
     }
 
+    fn workload_entry_uid(&self, name: &ObjectName) -> String {
+        format!("{}/networking.istio.io/WorkloadEntry/{name}", self.cluster_id)
+    }
+
     /// The wire's default is not spelled out.
     fn wire_trust_domain(&self) -> String {
         if self.trust_domain == TrustDomain::default() { String::new() } else { self.trust_domain.to_string() }
@@ -315,75 +299,29 @@ impl ModelSettings {
 }
 
 impl Context<'_> {
-    /// Slices that name the pod as an endpoint.
-    fn slices_with(&self, namespace: &str, pod: &str) -> impl Iterator<Item = ObjectName> {
-        self.links.slices_with.get(&ObjectName::new(namespace, pod)).into_iter().flatten().cloned()
-    }
-}
-
-impl Links {
-    fn follow(&mut self, changes: &Changes, older: &Objects, newer: &Objects) {
-        for name in &changes.pods {
-            if let Some(node) = older.pods.get(name).and_then(|p| node_of(p)) {
-                unlink(&mut self.pods_on, &Arc::from(node), name);
-            }
-            if let Some(node) = newer.pods.get(name).and_then(|p| node_of(p)) {
-                self.pods_on.entry(node.into()).or_default().insert(name.clone());
-            }
+    /// Whether the word of a ServiceEntry counts for one of its hosts, else who gives it.
+    fn gives(&self, entry: &ObjectName, host: &str) -> Result<(), String> {
+        if let Some(service) = self.service_of(host).filter(|name| name.namespace == entry.namespace) {
+            return Err(format!("Service {service}"));
         }
-        for name in &changes.endpoint_slices {
-            if let Some(slice) = older.endpoint_slices.get(name) {
-                if let Some(service) = pod::slice_service_name(slice) {
-                    unlink(&mut self.slices_of, &ObjectName::new(&name.namespace, service), name);
-                }
-                for pod in slice_pods(slice, name) {
-                    unlink(&mut self.slices_with, &pod, name);
-                }
-            }
-            if let Some(slice) = newer.endpoint_slices.get(name) {
-                if let Some(service) = pod::slice_service_name(slice) {
-                    let service = ObjectName::new(&name.namespace, service);
-                    self.slices_of.entry(service).or_default().insert(name.clone());
-                }
-                for pod in slice_pods(slice, name) {
-                    self.slices_with.entry(pod).or_default().insert(name.clone());
-                }
-            }
+        match self.hosts.winner(&entry.namespace, host) {
+            Some(winner) if winner != entry => Err(format!("ServiceEntry {winner}, which is older")),
+            _ => Ok(()),
         }
     }
-}
 
-impl Touched {
-    /// A slice touches the workloads that it gives, and the pods that it names.
-    fn slice(&mut self, name: &ObjectName, objects: &Objects) {
-        self.slices.insert(name.clone());
-        if let Some(slice) = objects.endpoint_slices.get(name) {
-            self.pods.extend(slice_pods(slice, name));
-        }
+    /// Whether it is the one that counts where the namespace of the client has none.
+    fn is_canonical(&self, entry: &ObjectName, host: &str) -> bool {
+        self.service_of(host).is_none() && self.hosts.oldest(host) == Some(entry)
     }
-}
 
-fn slice_pods<'a>(slice: &'a EndpointSlice, name: &'a ObjectName) -> impl Iterator<Item = ObjectName> + 'a {
-    slice.endpoints.iter().flatten().filter_map(slice::target_pod).map(|pod| ObjectName::new(&name.namespace, pod))
-}
-
-fn unlink<K: std::hash::Hash + Eq>(links: &mut HashMap<K, BTreeSet<ObjectName>>, key: &K, name: &ObjectName) {
-    if let Some(names) = links.get_mut(key) {
-        names.remove(name);
-        if names.is_empty() {
-            links.remove(key);
-        }
+    /// The Service that a host name is the name of.
+    fn service_of(&self, host: &str) -> Option<ObjectName> {
+        let names = host.strip_suffix(self.settings.cluster_domain.as_str())?.strip_suffix(".svc.")?;
+        let (name, namespace) = names.split_once('.')?;
+        let service = self.objects.service(namespace, name)?;
+        service::is_mesh_service(service).then(|| ObjectName::new(namespace, name))
     }
-}
-
-fn node_of(pod: &Pod) -> Option<&str> {
-    pod.spec.as_ref()?.node_name.as_deref()
-}
-
-/// Region, zone, subzone.
-fn locality_labels(node: &Node) -> [&str; 3] {
-    let label = |key: &str| node.metadata.labels.as_ref().and_then(|l| l.get(key)).map_or("", String::as_str);
-    [label("topology.kubernetes.io/region"), label("topology.kubernetes.io/zone"), label("topology.istio.io/subzone")]
 }
 
 /// Name and namespace; the source has checked that they are there.

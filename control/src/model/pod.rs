@@ -10,7 +10,7 @@ use ztunnel::manifests::Redirection;
 use ztunnel::proto::workload as wire;
 
 use super::service::{is_mesh_service, selector, selects, tcp_ports};
-use super::{Context, Problems};
+use super::{Context, Problems, entry};
 
 /// The workload, or `None` while the pod has no address or after it has ended.
 pub(super) fn from_pod(context: &Context<'_>, pod: &Pod, problems: &mut Problems) -> Option<wire::Workload> {
@@ -34,9 +34,7 @@ pub(super) fn from_pod(context: &Context<'_>, pod: &Pod, problems: &mut Problems
     let captured = !host_network && context.objects.redirection(pod) == Some(Redirection::Enabled);
     let node = spec.and_then(|s| s.node_name.as_deref()).unwrap_or_default();
     let owner = owner_name(pod, labels).unwrap_or_else(|| name.to_owned());
-    let label = |keys: &[&str]| keys.iter().find_map(|key| labels.get(*key).filter(|v| !v.is_empty()).cloned());
-    let canonical_name = label(&["service.istio.io/canonical-name", "app.kubernetes.io/name", "app"]);
-    let canonical_revision = label(&["service.istio.io/canonical-revision", "app.kubernetes.io/version", "version"]);
+    let (canonical_name, canonical_revision) = canonical(labels, &owner);
     Some(wire::Workload {
         uid: context.settings.pod_uid(name, namespace),
         name: name.to_owned(),
@@ -48,8 +46,8 @@ pub(super) fn from_pod(context: &Context<'_>, pod: &Pod, problems: &mut Problems
         trust_domain: context.settings.wire_trust_domain(),
         service_account: service_account(pod).to_owned(),
         node: node.to_owned(),
-        canonical_name: canonical_name.unwrap_or_else(|| owner.clone()),
-        canonical_revision: canonical_revision.unwrap_or_else(|| "latest".to_owned()),
+        canonical_name,
+        canonical_revision,
         workload_type: wire::WorkloadType::Pod.into(),
         workload_name: owner,
         native_tunnel: native,
@@ -93,21 +91,9 @@ fn addresses(pod: &Pod, problems: &mut Problems) -> Vec<bytes::Bytes> {
 /// The services that the pod is behind, with the port that stands for each service port.
 fn services(context: &Context<'_>, pod: &Pod, labels: &BTreeMap<String, String>) -> BTreeMap<String, wire::PortList> {
     let (name, namespace) = super::name_of(&pod.metadata);
-    let mut services = BTreeMap::new();
-    let selecting = context.objects.services_in(namespace).filter(|(_, s)| is_mesh_service(s) && selects(s, labels));
-    for (key, service) in selecting {
-        let ports = tcp_ports(service).filter_map(|port| {
-            let target = match &port.target_port {
-                Some(IntOrString::String(wanted)) => container_port(pod, wanted)?,
-                Some(IntOrString::Int(0)) | None => port.port,
-                Some(IntOrString::Int(number)) => *number,
-            };
-            wire_port(port.port, target)
-        });
-        services.insert(context.settings.service_key(&key.name, namespace), wire::PortList { ports: ports.collect() });
-    }
-    for slice_name in context.slices_with(namespace, name) {
-        let Some(slice) = context.objects.endpoint_slices.get(&slice_name) else { continue };
+    let mut services = services_of(context, namespace, labels, |wanted| container_port(pod, wanted));
+    for slice_name in context.links.slices_with(namespace, name) {
+        let Some(slice) = context.objects.endpoint_slices.get(slice_name) else { continue };
         let Some((service_name, service)) = slice_service(context, slice) else { continue };
         // Where pods are selected, the selector is the truth and the slice its echo.
         if selector(service).is_some() {
@@ -126,6 +112,45 @@ fn services(context: &Context<'_>, pod: &Pod, labels: &BTreeMap<String, String>)
         list.ports.sort_by_key(|p| p.service_port);
     }
     services
+}
+
+/// The services whose selectors a workload's labels match. `named` finds the workload's own port of a name.
+pub(super) fn services_of(
+    context: &Context<'_>,
+    namespace: &str,
+    labels: &BTreeMap<String, String>,
+    named: impl Fn(&str) -> Option<u16>,
+) -> BTreeMap<String, wire::PortList> {
+    let mut services = BTreeMap::new();
+    let selecting = context.objects.services_in(namespace).filter(|(_, s)| is_mesh_service(s) && selects(s, labels));
+    for (key, service) in selecting {
+        let ports = tcp_ports(service).filter_map(|port| {
+            let target = match &port.target_port {
+                Some(IntOrString::String(wanted)) => named(wanted)?.into(),
+                Some(IntOrString::Int(0)) | None => port.port,
+                Some(IntOrString::Int(number)) => *number,
+            };
+            wire_port(port.port, target)
+        });
+        services.insert(context.settings.service_key(&key.name, namespace), wire::PortList { ports: ports.collect() });
+    }
+    for (name, entry) in context.objects.service_entries_in(namespace).filter(|(_, e)| entry::selects(e, labels)) {
+        for host in entry::hosts(entry).filter(|host| context.gives(name, host).is_ok()) {
+            services.insert(format!("{namespace}/{host}"), entry::ports(entry, &named));
+        }
+    }
+    for list in services.values_mut() {
+        list.ports.sort_by_key(|p| p.service_port);
+    }
+    services
+}
+
+/// Canonical name and revision by what labels say, the name else that of what people deployed.
+pub(super) fn canonical(labels: &BTreeMap<String, String>, owner: &str) -> (String, String) {
+    let label = |keys: &[&str]| keys.iter().find_map(|key| labels.get(*key).filter(|v| !v.is_empty()).cloned());
+    let name = label(&["service.istio.io/canonical-name", "app.kubernetes.io/name", "app"]);
+    let revision = label(&["service.istio.io/canonical-revision", "app.kubernetes.io/version", "version"]);
+    (name.unwrap_or_else(|| owner.to_owned()), revision.unwrap_or_else(|| "latest".to_owned()))
 }
 
 /// The service that a slice belongs to.
@@ -159,16 +184,16 @@ fn wire_port(service_port: i32, target_port: i32) -> Option<wire::Port> {
 }
 
 /// The TCP port of that name, of a container or of a sidecar container (an init container that keeps running).
-fn container_port(pod: &Pod, name: &str) -> Option<i32> {
+fn container_port(pod: &Pod, name: &str) -> Option<u16> {
     let spec = pod.spec.as_ref()?;
     let sidecars = spec.init_containers.iter().flatten().filter(|c| c.restart_policy.as_deref() == Some("Always"));
     let ports = spec.containers.iter().chain(sidecars).flat_map(|c| c.ports.iter().flatten());
     let mut tcp = ports.filter(|p| p.protocol.as_deref().is_none_or(|p| p == "TCP"));
-    tcp.find(|p| p.name.as_deref() == Some(name)).map(|p| p.container_port)
+    super::port(tcp.find(|p| p.name.as_deref() == Some(name))?.container_port)
 }
 
 fn locality(context: &Context<'_>, node: &str) -> Option<wire::Locality> {
-    let [region, zone, subzone] = super::locality_labels(context.objects.node(node)?);
+    let [region, zone, subzone] = super::links::locality_labels(context.objects.node(node)?);
     let locality = wire::Locality { region: region.into(), zone: zone.into(), subzone: subzone.into() };
     (locality != wire::Locality::default()).then_some(locality)
 }

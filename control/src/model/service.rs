@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Service, ServicePort};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use ztunnel::proto::workload as wire;
 use ztunnel::proto::workload::load_balancing::{HealthPolicy, Mode, Scope};
@@ -101,17 +102,28 @@ fn cluster_ips(service: &Service) -> Vec<&str> {
 /// Local` is stronger than all of them.
 fn load_balancing(context: &Context<'_>, service: &Service, problems: &mut Problems) -> Option<wire::LoadBalancing> {
     let spec = service.spec.as_ref();
-    let namespace = context.objects.namespace(super::name_of(&service.metadata).1);
-    let annotation = |meta: &k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta| {
-        meta.annotations.as_ref()?.get(TRAFFIC_DISTRIBUTION).cloned()
-    };
-    let distribution = spec
-        .and_then(|s| s.traffic_distribution.clone())
-        .or_else(|| annotation(&service.metadata))
-        .or_else(|| annotation(&namespace?.metadata));
+    let namespace = super::name_of(&service.metadata).1;
+    let said = spec.and_then(|s| s.traffic_distribution.as_deref());
+    let distribution = distribution(context, namespace, said, &service.metadata, problems);
     let local = spec.and_then(|s| s.internal_traffic_policy.as_deref()) == Some("Local");
-    let (mode, preference) = match distribution.as_deref() {
-        _ if local => (Mode::Strict, vec![Scope::Node]),
+    let (mode, preference) = if local { (Mode::Strict, vec![Scope::Node]) } else { distribution };
+    let all = spec.and_then(|s| s.publish_not_ready_addresses) == Some(true);
+    balancing(mode, preference, if all { HealthPolicy::AllowAll } else { HealthPolicy::OnlyHealthy })
+}
+
+/// Where traffic is to stay: what the spec says, else the annotation of the object, else that of its namespace.
+pub(super) fn distribution(
+    context: &Context<'_>,
+    namespace: &str,
+    said: Option<&str>,
+    meta: &ObjectMeta,
+    problems: &mut Problems,
+) -> (Mode, Vec<Scope>) {
+    fn annotation(meta: &ObjectMeta) -> Option<&str> {
+        meta.annotations.as_ref()?.get(TRAFFIC_DISTRIBUTION).map(String::as_str)
+    }
+    let of_namespace = || annotation(&context.objects.namespace(namespace)?.metadata);
+    match said.or_else(|| annotation(meta)).or_else(of_namespace) {
         Some("PreferClose" | "PreferSameZone") => (Mode::Failover, vec![Scope::Network, Scope::Region, Scope::Zone]),
         Some("PreferSameNode") => {
             (Mode::Failover, vec![Scope::Network, Scope::Region, Scope::Zone, Scope::Subzone, Scope::Node])
@@ -122,11 +134,12 @@ fn load_balancing(context: &Context<'_>, service: &Service, problems: &mut Probl
             problems.push(format!("traffic distribution {other:?} is unknown, expected {expected}: it is ignored"));
             (Mode::UnspecifiedMode, Vec::new())
         }
-    };
-    let all = spec.and_then(|s| s.publish_not_ready_addresses) == Some(true);
-    let health = if all { HealthPolicy::AllowAll } else { HealthPolicy::OnlyHealthy };
-    let set = mode != Mode::UnspecifiedMode || all;
-    set.then(|| wire::LoadBalancing {
+    }
+}
+
+/// Nothing where it would say what is so anyway.
+pub(super) fn balancing(mode: Mode, preference: Vec<Scope>, health: HealthPolicy) -> Option<wire::LoadBalancing> {
+    (mode != Mode::UnspecifiedMode || health != HealthPolicy::OnlyHealthy).then(|| wire::LoadBalancing {
         routing_preference: preference.into_iter().map(Into::into).collect(),
         mode: mode.into(),
         health_policy: health.into(),
@@ -134,14 +147,18 @@ fn load_balancing(context: &Context<'_>, service: &Service, problems: &mut Probl
 }
 
 fn app_protocol(port: &ServicePort) -> wire::AppProtocol {
-    let said = port.app_protocol.as_deref().map(str::to_ascii_lowercase);
-    let named = port.name.as_deref().map(|name| name.split('-').next().unwrap_or(name).to_ascii_lowercase());
-    match said.or(named).as_deref() {
-        Some("http") => wire::AppProtocol::Http11,
-        Some("http2" | "kubernetes.io/h2c") => wire::AppProtocol::Http2,
-        Some("grpc") => wire::AppProtocol::Grpc,
-        Some("tcp") => wire::AppProtocol::Tcp,
-        Some("tls" | "https") => wire::AppProtocol::Tls,
+    let named = port.name.as_deref().map(|name| name.split('-').next().unwrap_or(name));
+    protocol(port.app_protocol.as_deref().or(named).unwrap_or_default())
+}
+
+/// By its name in whatever case.
+pub(super) fn protocol(name: &str) -> wire::AppProtocol {
+    match name.to_ascii_lowercase().as_str() {
+        "http" => wire::AppProtocol::Http11,
+        "http2" | "kubernetes.io/h2c" => wire::AppProtocol::Http2,
+        "grpc" => wire::AppProtocol::Grpc,
+        "tcp" => wire::AppProtocol::Tcp,
+        "tls" | "https" => wire::AppProtocol::Tls,
         _ => wire::AppProtocol::Unknown,
     }
 }

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use imbl::ordmap::DiffItem;
 use imbl::{OrdMap, OrdSet};
+use ipnet::IpNet;
 use prost::Message;
 use ztunnel::manifests::ObjectKey;
 use ztunnel::proto::{security, workload};
@@ -29,6 +30,8 @@ pub struct Snapshot {
     pub(super) endpoints: OrdMap<Arc<str>, OrdSet<Arc<str>>>,
     /// Uids of the workloads on a node.
     pub(super) by_node: OrdMap<Arc<str>, OrdSet<Arc<str>>>,
+    /// Services that have whole ranges of addresses, by name.
+    pub(super) ranged: OrdMap<Arc<str>, Arc<Resource>>,
     /// What in otherwise good objects cannot be served.
     pub problems: OrdMap<ObjectKey, Arc<str>>,
     /// What became of each policy.
@@ -46,8 +49,10 @@ pub struct Resource {
     pub body: Box<[u8]>,
     /// In its place for peers that do not know what is special in it: harmless, and of the same name.
     pub plain: Option<Plain>,
-    /// `network/ip` of each address that it can be found by.
+    /// `network/ip` of each address that it can be found by, `network/ip/length` of each range.
     pub aliases: Box<[Arc<str>]>,
+    /// Network and range of each range of addresses.
+    pub ranges: Box<[(Arc<str>, IpNet)]>,
     /// The services that a workload is behind.
     pub services: Box<[Arc<str>]>,
     /// The node that a workload is on.
@@ -120,7 +125,8 @@ impl Snapshot {
         self.map(set).values().filter(move |r| set.has(r))
     }
 
-    /// Finds what a name stands for: a resource's own name first, then a workload's address, then a service's.
+    /// Finds what a name stands for: a resource's own name first, then a workload's address, then a service's. Services
+    /// with ranges around the address come along.
     pub fn resolve(&self, set: Set, name: &str) -> Resolved {
         let mut resolved = Resolved::default();
         if let Some(resource) = self.get(set, name) {
@@ -129,6 +135,10 @@ impl Snapshot {
             let found = self.by_alias.get(name).into_iter().flatten().filter_map(|name| self.get(set, name));
             let (workloads, services): (Vec<_>, Vec<_>) = found.cloned().partition(|r| r.kind == Kind::Workload);
             resolved.resources = if workloads.is_empty() { services } else { workloads };
+            let exact = resolved.resources.iter().any(|r| r.kind == Kind::Service);
+            // An address counts before a range, a range before a workload (mesh::Snapshot::service_at).
+            let in_range = self.ranged.values().filter(|r| !exact && set.has(r) && r.has_in_range(name));
+            resolved.resources.extend(in_range.cloned());
         }
         let services = resolved.resources.iter().filter(|r| r.kind == Kind::Service);
         resolved.services = services.map(|r| r.name.clone()).collect();
@@ -191,6 +201,9 @@ impl Snapshot {
         index(&mut self.by_alias, &resource.aliases, name);
         index(&mut self.endpoints, &resource.services, name);
         index(&mut self.by_node, resource.node.as_slice(), name);
+        if !resource.ranges.is_empty() {
+            self.ranged.insert(name.clone(), resource.clone());
+        }
         self.addresses.insert(name.clone(), resource);
         true
     }
@@ -201,6 +214,7 @@ impl Snapshot {
         unindex(&mut self.by_alias, &resource.aliases, name);
         unindex(&mut self.endpoints, &resource.services, name);
         unindex(&mut self.by_node, resource.node.as_slice(), name);
+        self.ranged.remove(name);
         true
     }
 
@@ -250,8 +264,17 @@ impl Resource {
 
     pub fn service(value: &workload::Service) -> Self {
         let name = format!("{}/{}", value.namespace, value.hostname);
+        let range = |a: &workload::NetworkAddress| {
+            let net = IpNet::new(ip(&a.address)?, a.length?.try_into().ok()?).ok()?;
+            Some((Arc::<str>::from(a.network.as_str()), net))
+        };
+        let alias = |a: &workload::NetworkAddress| match range(a) {
+            Some((network, net)) => Some(format!("{network}/{net}").into()),
+            None => alias(&a.network, &a.address),
+        };
         Self {
-            aliases: value.addresses.iter().filter_map(|a| alias(&a.network, &a.address)).collect(),
+            aliases: value.addresses.iter().filter_map(alias).collect(),
+            ranges: value.addresses.iter().filter_map(range).collect(),
             ..Self::encode(name.into(), Kind::Service, value)
         }
     }
@@ -306,6 +329,16 @@ impl Resource {
         }
     }
 
+    /// Whether a name is `network/ip` with an address in one of its ranges.
+    pub fn has_in_range(&self, name: &str) -> bool {
+        if self.ranges.is_empty() {
+            return false;
+        }
+        let Some((network, ip)) = name.rsplit_once('/') else { return false };
+        let Ok(ip) = ip.parse::<IpAddr>() else { return false };
+        self.ranges.iter().any(|(of, range)| **of == *network && range.contains(&ip))
+    }
+
     pub fn version_text(&self) -> String {
         format!("{:016x}", self.version)
     }
@@ -336,6 +369,7 @@ impl Resource {
             body,
             plain: None,
             aliases: Box::default(),
+            ranges: Box::default(),
             services: Box::default(),
             node: None,
             is_selective: false,
@@ -360,16 +394,19 @@ impl PartialEq for Resource {
 
 /// `network/ip`.
 fn alias(network: &str, address: &[u8]) -> Option<Arc<str>> {
-    let address = match address.len() {
-        4 => IpAddr::from(<[u8; 4]>::try_from(address).ok()?),
-        16 => IpAddr::from(<[u8; 16]>::try_from(address).ok()?),
-        _ => return None,
-    };
-    Some(format!("{network}/{address}").into())
+    Some(format!("{network}/{}", ip(address)?).into())
+}
+
+fn ip(bytes: &[u8]) -> Option<IpAddr> {
+    match bytes.len() {
+        4 => Some(<[u8; 4]>::try_from(bytes).ok()?.into()),
+        16 => Some(<[u8; 16]>::try_from(bytes).ok()?.into()),
+        _ => None,
+    }
 }
 
 /// Never 0, which stands for no version.
-fn content_hash(body: &[u8]) -> u64 {
+pub(super) fn content_hash(body: &[u8]) -> u64 {
     let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, body);
     let mut first = [0; 8];
     first.copy_from_slice(&digest.as_ref()[..8]);

@@ -275,7 +275,7 @@ impl Demand {
             match change {
                 Change::Put { old, new } => {
                     if let Some(old) = old {
-                        doubtful.extend(old.aliases.iter().filter(|a| names.contains(*a)).cloned());
+                        doubtful.extend(asked_for(old, names));
                     }
                     let wanted = is_wanted(new, names, &self.services, &self.node);
                     if !wanted && !self.held.contains_key(&new.name) {
@@ -290,7 +290,7 @@ impl Demand {
                     }
                 }
                 Change::Gone(old) => {
-                    doubtful.extend(old.aliases.iter().filter(|a| names.contains(*a)).cloned());
+                    doubtful.extend(asked_for(old, names));
                     self.services.remove(&old.name);
                     if self.held.remove(&old.name).is_some() {
                         removed.push(old.name.to_string());
@@ -327,9 +327,17 @@ impl Demand {
     }
 }
 
+/// The names asked for by which a resource is found, beside its own.
+fn asked_for<'a>(resource: &'a Resource, names: &'a HashSet<Arc<str>>) -> impl Iterator<Item = Arc<str>> + 'a {
+    let exact = resource.aliases.iter().filter(|alias| names.contains(*alias));
+    // There are few services with ranges, and they rarely change.
+    let ranged = (!resource.ranges.is_empty()).then_some(names);
+    exact.chain(ranged.into_iter().flatten().filter(|name| resource.has_in_range(name))).cloned()
+}
+
 fn is_wanted(resource: &Resource, names: &HashSet<Arc<str>>, services: &HashSet<Arc<str>>, node: &Arc<str>) -> bool {
     names.contains(&resource.name)
-        || resource.aliases.iter().any(|alias| names.contains(alias))
+        || asked_for(resource, names).next().is_some()
         || resource.services.iter().any(|service| services.contains(service))
         || (!node.is_empty() && resource.node.as_ref() == Some(node))
 }

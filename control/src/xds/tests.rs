@@ -127,6 +127,36 @@ fn an_unknown_name_is_said_to_be_unknown_and_pushed_when_it_comes() {
 }
 
 #[test]
+fn an_address_in_a_range_of_a_service_brings_the_service() {
+    let mut cluster = shop();
+    let (mut stream, _) = open(&["*", "/10.9.1.1"], &["*"], &[], &cluster.snapshot());
+    let range = |addresses: serde_json::Value| {
+        json!({
+            "kind": "ServiceEntry", "metadata": {"name": "api", "namespace": "shop"},
+            "spec": {"hosts": ["api.example.com"], "addresses": addresses, "resolution": "STATIC", "endpoints": [{"address": "192.0.2.7"}]},
+        })
+    };
+    cluster.put(range(json!(["10.9.0.0/16", "fd09::/64"])));
+    let answer = stream.push(&cluster.snapshot()).unwrap();
+    let (both, service) = (vec!["192.0.2.7", "api.example.com"], "shop/api.example.com");
+    assert_eq!((told(&answer).0, told(&answer).1), (both, vec![]));
+    let wire = answer.resources[1].to_wire(Set::Addresses, true, |_| true);
+    assert_eq!((wire.name.as_str(), wire.aliases), (service, vec!["/10.9.0.0/16".into(), "/fd09::/64".into()]));
+    // The same for who asks later, and for a pod's address in the range.
+    let all = ["a", "b", "192.0.2.7", "api.example.com"];
+    for name in ["/10.9.1.2", "/fd09::7", "/10.9.0.0/16"] {
+        assert_eq!(told(&open(&["*", name], &["*"], &[], &cluster.snapshot()).1).0, all, "{name}");
+    }
+    let elsewhere = json!({"spec": {"nodeName": "node-b"}, "status": {"podIP": "10.9.1.3"}});
+    cluster.put(merged(pod("c", json!({})), &elsewhere));
+    let answer = open(&["*", "/10.9.1.3"], &["*"], &[], &cluster.snapshot()).1;
+    assert_eq!(told(&answer).0, ["a", "b", "c", "192.0.2.7", "api.example.com"]);
+    // Out of its range the name stands for nothing again.
+    cluster.put(range(json!(["10.8.0.0/16"])));
+    assert_eq!(told(&stream.push(&cluster.snapshot()).unwrap()).1, ["/10.9.1.1"]);
+}
+
+#[test]
 fn what_goes_away_is_removed_by_its_name_and_by_the_name_it_was_asked_by() {
     let mut cluster = shop();
     let (mut stream, _) = open_at("elsewhere", &["*"], &["*"], &[], &cluster.snapshot());

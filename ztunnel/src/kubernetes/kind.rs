@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::api::{Api, ApiError};
-use crate::manifests::{ObjectKey, ObjectName, Objects, SecurityKind};
+use crate::manifests::{EntryKind, ObjectKey, ObjectName, Objects, SecurityKind};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
@@ -12,6 +12,7 @@ pub enum Kind {
     Pod,
     Service,
     EndpointSlice,
+    Entry(EntryKind),
     Security(SecurityKind),
 }
 
@@ -32,6 +33,7 @@ impl Kind {
             Self::Pod => "Pod",
             Self::Service => "Service",
             Self::EndpointSlice => "EndpointSlice",
+            Self::Entry(kind) => kind.name(),
             Self::Security(kind) => kind.name(),
         }
     }
@@ -43,6 +45,7 @@ impl Kind {
             Self::Pod => ObjectKey::Pod(ObjectName::new(namespace, name)),
             Self::Service => ObjectKey::Service(ObjectName::new(namespace, name)),
             Self::EndpointSlice => ObjectKey::EndpointSlice(ObjectName::new(namespace, name)),
+            Self::Entry(kind) => kind.key(ObjectName::new(namespace, name)),
             Self::Security(kind) => kind.key(ObjectName::new(namespace, name)),
         }
     }
@@ -61,6 +64,12 @@ impl Kind {
             Self::Pod => objects.pods.keys().cloned().map(ObjectKey::Pod).collect(),
             Self::Service => objects.services.keys().cloned().map(ObjectKey::Service).collect(),
             Self::EndpointSlice => objects.endpoint_slices.keys().cloned().map(ObjectKey::EndpointSlice).collect(),
+            Self::Entry(EntryKind::ServiceEntry) => {
+                objects.service_entries.keys().cloned().map(ObjectKey::ServiceEntry).collect()
+            }
+            Self::Entry(EntryKind::WorkloadEntry) => {
+                objects.workload_entries.keys().cloned().map(ObjectKey::WorkloadEntry).collect()
+            }
             Self::Security(SecurityKind::PeerAuthentication) => {
                 objects.peer_authentications.keys().cloned().map(ObjectKey::PeerAuthentication).collect()
             }
@@ -73,9 +82,20 @@ impl Kind {
     /// Group and plural, of a kind that a cluster need not have.
     pub(super) fn optional(self) -> Option<(&'static str, &'static str)> {
         match self {
+            Self::Entry(EntryKind::ServiceEntry) => Some((EntryKind::GROUP, "serviceentries")),
+            Self::Entry(EntryKind::WorkloadEntry) => Some((EntryKind::GROUP, "workloadentries")),
             Self::Security(SecurityKind::PeerAuthentication) => Some((SecurityKind::GROUP, "peerauthentications")),
             Self::Security(SecurityKind::AuthorizationPolicy) => Some((SecurityKind::GROUP, "authorizationpolicies")),
             Self::Namespace | Self::Node | Self::Pod | Self::Service | Self::EndpointSlice => None,
+        }
+    }
+
+    /// The versions of it that are read, the one that is preferred first.
+    pub fn versions(self) -> &'static [&'static str] {
+        match self {
+            Self::Entry(_) => &EntryKind::VERSIONS,
+            Self::Security(_) => &SecurityKind::VERSIONS,
+            Self::Namespace | Self::Node | Self::Pod | Self::Service | Self::EndpointSlice => &["v1"],
         }
     }
 
@@ -89,7 +109,7 @@ impl Kind {
             Self::Pod => fixed("/api/v1/pods"),
             Self::Service => fixed("/api/v1/services"),
             Self::EndpointSlice => fixed("/apis/discovery.k8s.io/v1/endpointslices"),
-            Self::Security(_) => {
+            Self::Entry(_) | Self::Security(_) => {
                 if let Some(place) = self.look(api).await? {
                     return Ok(Some(place));
                 }
@@ -105,7 +125,7 @@ impl Kind {
         let Some(found) = api.find(&format!("/apis/{group}")).await? else { return Ok(None) };
         let versions = found["versions"].as_array().into_iter().flatten().filter_map(|v| v["version"].as_str());
         let mut versions: Vec<&str> = versions.collect();
-        let rank = |v: &&str| SecurityKind::VERSIONS.iter().position(|known| known == v).unwrap_or(usize::MAX);
+        let rank = |v: &&str| self.versions().iter().position(|known| known == v).unwrap_or(usize::MAX);
         versions.sort_by_key(rank);
         for version in versions {
             let Some(list) = api.find(&format!("/apis/{group}/{version}")).await? else { continue };

@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::DEFAULT_NAMESPACE;
+use super::entries::{EntryKind, ServiceEntry, WorkloadEntry};
 use super::fields::Fields;
 use super::locate::{self, FieldPath};
 use super::objects::{Object, ObjectKey, ObjectName};
@@ -122,6 +123,7 @@ enum Kind {
     ServiceAccount,
     Service,
     EndpointSlice,
+    Entry(EntryKind),
     Security(SecurityKind),
 }
 
@@ -189,6 +191,10 @@ fn read_manifest(text: &Text<'_>, document: &mut Document) {
         Kind::ServiceAccount => text.parse().map(|o| Object::ServiceAccount(Arc::new(service_account(o)))),
         Kind::Service => text.parse().map(|o| Object::Service(Arc::new(service(o)))),
         Kind::EndpointSlice => text.parse().map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o)))),
+        Kind::Entry(EntryKind::ServiceEntry) => text.parse().map(|o| Object::ServiceEntry(Arc::new(service_entry(o)))),
+        Kind::Entry(EntryKind::WorkloadEntry) => {
+            text.parse().map(|o| Object::WorkloadEntry(Arc::new(workload_entry(o))))
+        }
         Kind::Security(kind) => text.parse::<Fields>().and_then(|fields| {
             let policy = SecurityPolicy::from_fields(fields);
             let policy = policy.map_err(|(path, reason)| fault(Some(text.line_of(&path)), reason))?;
@@ -221,6 +227,12 @@ fn read_item((index, item): (usize, Fields), list: &Header, text: &Text<'_>, doc
         Kind::Service => serde_json::from_value(item.value).map(|o| Object::Service(Arc::new(service(o)))),
         Kind::EndpointSlice => {
             serde_json::from_value(item.value).map(|o| Object::EndpointSlice(Arc::new(endpoint_slice(o))))
+        }
+        Kind::Entry(EntryKind::ServiceEntry) => {
+            serde_json::from_value(item.value).map(|o| Object::ServiceEntry(Arc::new(service_entry(o))))
+        }
+        Kind::Entry(EntryKind::WorkloadEntry) => {
+            serde_json::from_value(item.value).map(|o| Object::WorkloadEntry(Arc::new(workload_entry(o))))
         }
         Kind::Security(kind) => match SecurityPolicy::from_fields(item) {
             Ok(policy) => Ok(Object::policy(kind, security_policy(policy))),
@@ -261,8 +273,8 @@ fn recognise(header: &Header, line: usize) -> Result<Option<(Kind, ObjectKey)>, 
         ("v1", "ServiceAccount") => Kind::ServiceAccount,
         ("v1", "Service") => Kind::Service,
         ("discovery.k8s.io/v1", "EndpointSlice") => Kind::EndpointSlice,
-        _ => match security_kind(api_version, kind_name) {
-            Some(kind) => Kind::Security(kind),
+        _ => match istio_kind(api_version, kind_name) {
+            Some(kind) => kind,
             None if security::is_slip(api_version, kind_name) => {
                 let known = SecurityKind::ALL.map(SecurityKind::name).join(" and ");
                 let reason =
@@ -293,21 +305,28 @@ fn recognise(header: &Header, line: usize) -> Result<Option<(Kind, ObjectKey)>, 
         Kind::ServiceAccount => ObjectKey::ServiceAccount(ObjectName::new(namespace, name)),
         Kind::Service => ObjectKey::Service(ObjectName::new(namespace, name)),
         Kind::EndpointSlice => ObjectKey::EndpointSlice(ObjectName::new(namespace, name)),
+        Kind::Entry(kind) => kind.key(ObjectName::new(namespace, name)),
         Kind::Security(kind) => kind.key(ObjectName::new(namespace, name)),
     };
-    if let (Kind::Security(_), Some((_, version))) = (kind, api_version.split_once('/'))
-        && !SecurityKind::VERSIONS.contains(&version)
-    {
-        let reason = format!("{kind_name} of version {version:?} is not known, only {:?}", SecurityKind::VERSIONS);
+    let known: &[&str] = match kind {
+        Kind::Entry(_) => &EntryKind::VERSIONS,
+        Kind::Security(_) => &SecurityKind::VERSIONS,
+        Kind::Namespace | Kind::Node | Kind::Pod | Kind::ServiceAccount | Kind::Service | Kind::EndpointSlice => &[],
+    };
+    if let Some((_, version)) = api_version.split_once('/').filter(|(_, v)| !known.is_empty() && !known.contains(v)) {
+        let reason = format!("{kind_name} of version {version:?} is not known, only {known:?}");
         return Err(Fault { object: Some(key), ..fault(Some(line), reason) });
     }
     Ok(Some((kind, key)))
 }
 
-/// A policy of whatever version: one of a version that is not known must not be taken for none.
-fn security_kind(api_version: &str, kind: &str) -> Option<SecurityKind> {
-    let group = api_version.split('/').next();
-    SecurityKind::ALL.into_iter().find(|k| group == Some(SecurityKind::GROUP) && k.name() == kind)
+/// A kind of Istio of whatever version: a policy of one that is not known must not be taken for none.
+fn istio_kind(api_version: &str, kind: &str) -> Option<Kind> {
+    match api_version.split('/').next()? {
+        SecurityKind::GROUP => SecurityKind::ALL.into_iter().find(|k| k.name() == kind).map(Kind::Security),
+        EntryKind::GROUP => EntryKind::ALL.into_iter().find(|k| k.name() == kind).map(Kind::Entry),
+        _ => None,
+    }
 }
 
 fn is_list(header: &Header) -> bool {
@@ -321,10 +340,13 @@ fn is_list(header: &Header) -> bool {
         "EndpointSliceList",
         "PeerAuthenticationList",
         "AuthorizationPolicyList",
+        "ServiceEntryList",
+        "WorkloadEntryList",
     ];
     header.kind.as_deref().is_some_and(|kind| lists.contains(&kind))
         && header.api_version.as_deref().is_some_and(|version| {
-            matches!(version, "v1" | "discovery.k8s.io/v1") || version.split('/').next() == Some(SecurityKind::GROUP)
+            matches!(version, "v1" | "discovery.k8s.io/v1")
+                || matches!(version.split('/').next(), Some(SecurityKind::GROUP | EntryKind::GROUP))
         })
 }
 
@@ -349,6 +371,16 @@ fn service(mut object: Service) -> Service {
 }
 
 fn endpoint_slice(mut object: EndpointSlice) -> EndpointSlice {
+    default_namespace(&mut object.metadata);
+    object
+}
+
+fn service_entry(mut object: ServiceEntry) -> ServiceEntry {
+    default_namespace(&mut object.metadata);
+    object
+}
+
+fn workload_entry(mut object: WorkloadEntry) -> WorkloadEntry {
     default_namespace(&mut object.metadata);
     object
 }

@@ -7,6 +7,7 @@
 //! Must never let a broken, half-written or vanishing file take away what was good before.
 
 mod document;
+mod entries;
 mod fields;
 mod files;
 mod folder;
@@ -19,6 +20,10 @@ mod status;
 mod tests;
 mod watch;
 
+pub use entries::{
+    AllocatedAddress, EntryKind, EntryPort, Resolution, ServiceEntry, ServiceEntrySpec, ServiceEntryStatus,
+    WorkloadEntry, WorkloadEntrySpec, WorkloadSelector,
+};
 pub use files::Files;
 pub use locate::FieldPath;
 pub use objects::{Changes, Object, ObjectKey, ObjectName, Objects, Problem};

@@ -12,6 +12,7 @@ use imbl::ordmap::DiffItem;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Service, ServiceAccount};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 
+use super::entries::{ServiceEntry, WorkloadEntry};
 use super::security::{SecurityKind, SecurityPolicy};
 use super::status::{PodStatus, Redirection};
 
@@ -29,6 +30,8 @@ pub struct Objects {
     pub service_accounts: OrdMap<ObjectName, Arc<ServiceAccount>>,
     pub services: OrdMap<ObjectName, Arc<Service>>,
     pub endpoint_slices: OrdMap<ObjectName, Arc<EndpointSlice>>,
+    pub service_entries: OrdMap<ObjectName, Arc<ServiceEntry>>,
+    pub workload_entries: OrdMap<ObjectName, Arc<WorkloadEntry>>,
     pub peer_authentications: OrdMap<ObjectName, Arc<SecurityPolicy>>,
     pub authorization_policies: OrdMap<ObjectName, Arc<SecurityPolicy>>,
     /// What agents report about pods, by the pod's uid.
@@ -53,6 +56,8 @@ pub enum ObjectKey {
     ServiceAccount(ObjectName),
     Service(ObjectName),
     EndpointSlice(ObjectName),
+    ServiceEntry(ObjectName),
+    WorkloadEntry(ObjectName),
     PeerAuthentication(ObjectName),
     AuthorizationPolicy(ObjectName),
     /// By the pod's uid.
@@ -68,6 +73,8 @@ pub enum Object {
     ServiceAccount(Arc<ServiceAccount>),
     Service(Arc<Service>),
     EndpointSlice(Arc<EndpointSlice>),
+    ServiceEntry(Arc<ServiceEntry>),
+    WorkloadEntry(Arc<WorkloadEntry>),
     PeerAuthentication(Arc<SecurityPolicy>),
     AuthorizationPolicy(Arc<SecurityPolicy>),
     Status(Arc<PodStatus>),
@@ -93,6 +100,8 @@ pub struct Changes {
     pub service_accounts: Vec<ObjectName>,
     pub services: Vec<ObjectName>,
     pub endpoint_slices: Vec<ObjectName>,
+    pub service_entries: Vec<ObjectName>,
+    pub workload_entries: Vec<ObjectName>,
     pub peer_authentications: Vec<ObjectName>,
     pub authorization_policies: Vec<ObjectName>,
     pub statuses: Vec<Arc<str>>,
@@ -127,6 +136,22 @@ impl Objects {
     /// The services of one namespace, by name.
     pub fn services_in<'a>(&'a self, namespace: &'a str) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<Service>)> {
         in_namespace(&self.services, namespace)
+    }
+
+    /// The ServiceEntries of one namespace, by name.
+    pub fn service_entries_in<'a>(
+        &'a self,
+        namespace: &'a str,
+    ) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<ServiceEntry>)> {
+        in_namespace(&self.service_entries, namespace)
+    }
+
+    /// The WorkloadEntries of one namespace, by name.
+    pub fn workload_entries_in<'a>(
+        &'a self,
+        namespace: &'a str,
+    ) -> impl Iterator<Item = (&'a ObjectName, &'a Arc<WorkloadEntry>)> {
+        in_namespace(&self.workload_entries, namespace)
     }
 
     /// The endpoint slices of one namespace, by name.
@@ -166,6 +191,8 @@ impl Objects {
             service_accounts: changed(&older.service_accounts, &self.service_accounts),
             services: changed(&older.services, &self.services),
             endpoint_slices: changed(&older.endpoint_slices, &self.endpoint_slices),
+            service_entries: changed(&older.service_entries, &self.service_entries),
+            workload_entries: changed(&older.workload_entries, &self.workload_entries),
             peer_authentications: changed(&older.peer_authentications, &self.peer_authentications),
             authorization_policies: changed(&older.authorization_policies, &self.authorization_policies),
             statuses: changed(&older.statuses, &self.statuses),
@@ -189,6 +216,12 @@ impl Objects {
             (ObjectKey::EndpointSlice(key), Object::EndpointSlice(object)) => {
                 drop(self.endpoint_slices.insert(key, object));
             }
+            (ObjectKey::ServiceEntry(key), Object::ServiceEntry(object)) => {
+                drop(self.service_entries.insert(key, object));
+            }
+            (ObjectKey::WorkloadEntry(key), Object::WorkloadEntry(object)) => {
+                drop(self.workload_entries.insert(key, object));
+            }
             (ObjectKey::PeerAuthentication(key), Object::PeerAuthentication(object)) => {
                 drop(self.peer_authentications.insert(key, object));
             }
@@ -209,6 +242,8 @@ impl Objects {
             ObjectKey::ServiceAccount(key) => self.service_accounts.get(key).cloned().map(Object::ServiceAccount),
             ObjectKey::Service(key) => self.services.get(key).cloned().map(Object::Service),
             ObjectKey::EndpointSlice(key) => self.endpoint_slices.get(key).cloned().map(Object::EndpointSlice),
+            ObjectKey::ServiceEntry(key) => self.service_entries.get(key).cloned().map(Object::ServiceEntry),
+            ObjectKey::WorkloadEntry(key) => self.workload_entries.get(key).cloned().map(Object::WorkloadEntry),
             ObjectKey::PeerAuthentication(key) => {
                 self.peer_authentications.get(key).cloned().map(Object::PeerAuthentication)
             }
@@ -228,6 +263,8 @@ impl Objects {
             ObjectKey::ServiceAccount(key) => self.service_accounts.remove(key).is_some(),
             ObjectKey::Service(key) => self.services.remove(key).is_some(),
             ObjectKey::EndpointSlice(key) => self.endpoint_slices.remove(key).is_some(),
+            ObjectKey::ServiceEntry(key) => self.service_entries.remove(key).is_some(),
+            ObjectKey::WorkloadEntry(key) => self.workload_entries.remove(key).is_some(),
             ObjectKey::PeerAuthentication(key) => self.peer_authentications.remove(key).is_some(),
             ObjectKey::AuthorizationPolicy(key) => self.authorization_policies.remove(key).is_some(),
             ObjectKey::Status(key) => self.statuses.remove(key).is_some(),
@@ -262,6 +299,8 @@ impl fmt::Display for ObjectKey {
             Self::ServiceAccount(name) => write!(f, "ServiceAccount {name}"),
             Self::Service(name) => write!(f, "Service {name}"),
             Self::EndpointSlice(name) => write!(f, "EndpointSlice {name}"),
+            Self::ServiceEntry(name) => write!(f, "ServiceEntry {name}"),
+            Self::WorkloadEntry(name) => write!(f, "WorkloadEntry {name}"),
             Self::PeerAuthentication(name) => write!(f, "PeerAuthentication {name}"),
             Self::AuthorizationPolicy(name) => write!(f, "AuthorizationPolicy {name}"),
             Self::Status(uid) => write!(f, "status of pod {uid}"),
@@ -292,6 +331,8 @@ impl Object {
             (Self::ServiceAccount(a), Self::ServiceAccount(b)) => a == b,
             (Self::Service(a), Self::Service(b)) => a == b,
             (Self::EndpointSlice(a), Self::EndpointSlice(b)) => a == b,
+            (Self::ServiceEntry(a), Self::ServiceEntry(b)) => a == b,
+            (Self::WorkloadEntry(a), Self::WorkloadEntry(b)) => a == b,
             (Self::PeerAuthentication(a), Self::PeerAuthentication(b)) => a == b,
             (Self::AuthorizationPolicy(a), Self::AuthorizationPolicy(b)) => a == b,
             (Self::Status(a), Self::Status(b)) => a == b,

@@ -93,6 +93,8 @@ impl SecurityKind {
             | ObjectKey::ServiceAccount(_)
             | ObjectKey::Service(_)
             | ObjectKey::EndpointSlice(_)
+            | ObjectKey::ServiceEntry(_)
+            | ObjectKey::WorkloadEntry(_)
             | ObjectKey::Status(_) => None,
         }
     }

@@ -56,6 +56,41 @@ fn objects_of_all_kinds_are_read_from_yaml_json_and_lists() {
 }
 
 #[test]
+fn entries_are_read_of_every_version_and_no_other() {
+    let dir = Dir::new();
+    let entry = |kind: &str, version: &str, name: &str, spec: &str| {
+        format!(
+            "apiVersion: networking.istio.io/{version}\nkind: {kind}\nmetadata: {{name: {name}}}\nspec: {spec}\n---\n"
+        )
+    };
+    let service = "{hosts: [a.example], ports: [{number: 80}], resolution: DNS_ROUND_ROBIN, location: MESH_EXTERNAL}";
+    let versions = ["v1", "v1beta1", "v1alpha3"];
+    let good: String = versions.iter().map(|v| entry("ServiceEntry", v, &format!("s-{v}"), service)).collect();
+    dir.put("services.yaml", &good);
+    let good: String =
+        versions.iter().map(|v| entry("WorkloadEntry", v, &format!("w-{v}"), "{address: 192.0.2.1}")).collect();
+    dir.put("workloads.yaml", &(good + &entry("VirtualService", "v9", "x", "{}")));
+    dir.put(
+        "list.json",
+        r#"{"apiVersion": "networking.istio.io/v1", "kind": "ServiceEntryList", "items": [{"metadata": {"name": "listed"}, "spec": null}]}"#,
+    );
+    dir.put("z-version.yaml", &entry("ServiceEntry", "v2", "new", service));
+    dir.put("z-wrong.yaml", &entry("ServiceEntry", "v1", "wrong", "{resolution: SOMETIMES}"));
+    let (_watch, objects) = dir.watch();
+    let now = objects.borrow().clone();
+    let names: Vec<_> = now.service_entries_in("default").map(|(name, _)| &*name.name).collect();
+    assert_eq!(names, ["listed", "s-v1", "s-v1alpha3", "s-v1beta1"]);
+    assert_eq!(now.workload_entries_in("default").count(), 3);
+    let read = &now.service_entries[&ObjectName::new("default", "s-v1")];
+    assert_eq!((read.spec.resolution, read.spec.ports[0].number), (Resolution::DnsRoundRobin, 80));
+    let problems: Vec<_> = now.problems().iter().map(|p| (p.object.clone(), p.reason.as_str())).collect();
+    let [(new, version), (wrong, value)] = &problems[..] else { panic!("{problems:?}") };
+    let key = |name: &str| Some(ObjectKey::ServiceEntry(ObjectName::new("default", name)));
+    assert_eq!((new.clone(), wrong.clone()), (key("new"), key("wrong")));
+    assert!(version.contains("\"v2\"") && value.contains("SOMETIMES") && value.contains("STATIC"), "{problems:?}");
+}
+
+#[test]
 fn a_broken_manifest_is_named_and_its_last_good_version_stays() {
     let dir = Dir::new();
     dir.put("pods.yaml", &(pod("a", "10.0.0.1") + &pod("b", "10.0.0.2") + &pod("c", "10.0.0.3")));

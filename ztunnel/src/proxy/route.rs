@@ -41,32 +41,34 @@ pub fn route(
     load: impl Fn(&Workload) -> u64,
 ) -> Result<Hop, Failure> {
     let address = NetworkAddress { network: source.place.network.clone(), address: dialled.ip() };
+    let mut of = None;
     if let Some(service) = mesh.service_at(&source.common.namespace, &address) {
         let service = service.clone();
         if let Some(waypoint) = waypoint_of(&service) {
             return through_waypoint(mesh, source, waypoint, dialled, Some(service.clone()), tried, load);
         }
-        if service.load_balancing.mode == LoadBalancingMode::Passthrough {
-            let workload = mesh.workload_at(&address).cloned();
-            return Ok(Hop { kind: HopKind::Tcp(dialled), workload, service: Some(service) });
+        if service.load_balancing.mode != LoadBalancingMode::Passthrough {
+            let request = Request { service: &service, port: dialled.port(), source, dialled: dialled.ip(), tried };
+            let Chosen { workload, address } = mesh.choose(&request, load).map_err(no_endpoint)?;
+            return Ok(to_workload(workload, address, Some(service)));
         }
-        let request = Request { service: &service, port: dialled.port(), source, dialled: dialled.ip(), tried };
-        let Chosen { workload, address } = mesh.choose(&request, load).map_err(no_endpoint)?;
-        return Ok(to_workload(workload, address, Some(service)));
+        // Whoever is at the address is reached as without the service: a range may have pods in it.
+        of = Some(service);
     }
     let Some(workload) = mesh.workload_at(&address) else {
         if let Some(unusable) = mesh.unusable_at(&address) {
             let text = format!("{} has this address and cannot be used: {}", unusable.name, unusable.reason);
             return Err(Failure::new(ResponseFlag::Connect, "destination", text));
         }
-        return Ok(Hop { kind: HopKind::Tcp(dialled), workload: None, service: None });
+        return Ok(Hop { kind: HopKind::Tcp(dialled), workload: None, service: of });
     };
     if let Some(waypoint) = &workload.common.waypoint
         && !is_waypoint(mesh, waypoint, source)
     {
-        return through_waypoint(mesh, source, waypoint, dialled, None, tried, load);
+        return through_waypoint(mesh, source, waypoint, dialled, of, tried, load);
     }
-    Ok(to_workload(workload.clone(), dialled, None))
+    // Who may answer is the workload's to say alone.
+    Ok(Hop { service: of, ..to_workload(workload.clone(), dialled, None) })
 }
 
 fn to_workload(workload: Arc<Workload>, address: SocketAddr, service: Option<Arc<Service>>) -> Hop {
@@ -168,7 +170,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::mesh::{Mesh, Unusable, convert_workload};
+    use crate::mesh::{Mesh, Unusable, convert_service, convert_workload};
     use crate::proto::workload as wire;
 
     fn mesh() -> Arc<Mesh> {
@@ -207,6 +209,32 @@ mod tests {
         assert!(matches!(to(&mesh, "10.0.0.2:80"), Ok(HopKind::Hbone { tunnel, .. }) if tunnel.port() == 15008));
         assert!(matches!(to(&mesh, "10.0.0.3:80"), Ok(HopKind::Tcp(_))));
         assert!(matches!(to(&mesh, "192.0.2.1:80"), Ok(HopKind::Tcp(_))));
+    }
+
+    #[test]
+    fn a_range_that_passes_through_does_not_take_its_pods_out_of_the_mesh() {
+        let mesh = mesh();
+        let range = wire::NetworkAddress { address: vec![10, 0, 0, 0].into(), length: Some(8), ..Default::default() };
+        let everything = wire::Service {
+            name: "all".into(),
+            namespace: "shop".into(),
+            hostname: "all.example".into(),
+            addresses: vec![range],
+            subject_alt_names: vec!["spiffe://cluster.local/ns/other/sa/other".into()],
+            load_balancing: Some(wire::LoadBalancing {
+                mode: wire::load_balancing::Mode::Passthrough.into(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        mesh.update(|update| {
+            let service = convert_service(&everything, update.strings()).unwrap();
+            update.service(service);
+        });
+        let Ok(HopKind::Hbone { authority, expected, .. }) = to(&mesh, "10.0.0.2:80") else { panic!() };
+        assert_eq!((authority, expected.len()), ("10.0.0.2:80".parse().unwrap(), 1));
+        assert!(matches!(to(&mesh, "10.0.0.3:80"), Ok(HopKind::Tcp(at)) if at.port() == 80));
+        assert!(matches!(to(&mesh, "10.9.9.9:81"), Ok(HopKind::Tcp(at)) if at.port() == 81));
     }
 
     #[test]

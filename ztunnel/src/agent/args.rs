@@ -167,6 +167,9 @@ pub struct CleanupArgs {
     pub place: PlaceArgs,
     #[command(flatten)]
     pub cni: CniDirArgs,
+    /// Leave the CNI plugin's program: for runtimes that call it also for the end of pods that began with it (CRI-O).
+    #[arg(long, env = "CNI_KEEP_PROGRAM", value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
+    pub cni_keep_program: bool,
     /// Folder with the pods' status files; those of the node are removed.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR", requires = "node_name")]
     pub status_dir: Option<PathBuf>,
@@ -399,6 +402,22 @@ mod tests {
         assert_eq!(config.rules.exclude_namespaces, ["x".to_owned(), "y".to_owned()].into());
         assert_eq!(config.rules.selectors.len(), 1);
         assert!(config.fail_open);
+    }
+
+    #[test]
+    fn the_plugin_is_installed_where_both_folders_are_given() {
+        let base = ["--node-name", "a", "--manifests", "/tmp", "--run-dir", "/run/x", "--cni-timeout", "20s"];
+        let with = |flags: &[&str]| parse(&[&base[..], flags].concat());
+        assert!(with(&[]).unwrap().run.check().unwrap().cni_install.is_none());
+        for alone in ["--cni-conf-dir=/c", "--cni-bin-dir=/b"] {
+            assert!(with(&[alone]).unwrap_err().contains("--cni-"));
+        }
+        let config = with(&["--cni-conf-dir=/c", "--cni-bin-dir=/b", "--exclude-namespaces=b,a"]).unwrap().run.check();
+        let install = config.unwrap().cni_install.unwrap();
+        assert_eq!((install.dirs.conf.as_path(), install.own_file), (std::path::Path::new("/c"), false));
+        assert_eq!(install.entry.socket, PathBuf::from("/run/x/cni.sock"));
+        assert_eq!(install.entry.exclude_namespaces, ["a", "b", "understory-system"]);
+        assert_eq!(install.entry.timeout_seconds, 25, "longer than the agent takes");
     }
 
     #[test]

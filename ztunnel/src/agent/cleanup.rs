@@ -23,7 +23,7 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
     let lock = run_dir.exists().then(|| RunLock::take(run_dir)).transpose()?;
     // First what leads to the agent: from its last step on no pod's start waits for one that is not there.
     if let Some(dirs) = args.cni.check() {
-        for what in cni::install::remove(&dirs)? {
+        for what in cni::install::remove(&dirs, args.cni_keep_program)? {
             println!("CNI plugin: {what}");
         }
     }

@@ -357,3 +357,83 @@ const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 /// How long a STATUS waits for an agent that is just starting; the plugin waits a little longer.
 const STATUS: Duration = Duration::from_secs(4);
 const POLL: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixStream as Plain;
+
+    use super::*;
+
+    fn pair() -> (Plain, UnixStream) {
+        let (ours, theirs) = Plain::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        (ours, UnixStream::from_std(theirs).unwrap())
+    }
+
+    fn send(socket: &Plain, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(descriptors)));
+        }
+        assert_eq!(sendmsg(socket, &[io::IoSlice::new(bytes)], &mut control, SendFlags::empty()), Ok(bytes.len()));
+    }
+
+    #[tokio::test]
+    async fn a_request_comes_whole_with_its_namespace_however_it_is_cut() {
+        let bytes = encode(&Request::Status);
+        let file = std::fs::File::open("/proc/self/ns/net").unwrap();
+        for cut in 1..bytes.len() {
+            let (ours, theirs) = pair();
+            send(&ours, &bytes[..cut], &[file.as_fd()]);
+            let reading = tokio::spawn(async move { read(&theirs).await });
+            tokio::task::yield_now().await;
+            send(&ours, &bytes[cut..], &[]);
+            let (request, netns) = reading.await.unwrap().unwrap();
+            assert_eq!(request, Request::Status);
+            assert!(Netns::from_fd(netns.unwrap()).is_ok());
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_no_request_is_refused_without_being_waited_for() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let fd = file.as_fd();
+        let status = encode(&Request::Status);
+        let none: &[BorrowedFd<'_>] = &[];
+        let table = [
+            ("too long", u32::MAX.to_be_bytes().to_vec(), none),
+            ("empty", vec![0; HEADER], none),
+            ("no JSON", b"\0\0\0\x02{{".to_vec(), none),
+            ("an unknown command", encode(&serde_json::json!({"command": "Restart"})), none),
+            ("no command", encode(&serde_json::json!({})), none),
+            ("two descriptors", status.clone(), &[fd, fd]),
+            ("three descriptors", status, &[fd, fd, fd]),
+        ];
+        for (what, bytes, descriptors) in table {
+            let (ours, theirs) = pair();
+            send(&ours, &bytes, descriptors);
+            let result = timeout(REQUEST, read(&theirs)).await.expect(what);
+            assert!(result.is_err(), "{what}: {result:?}");
+        }
+        let (ours, theirs) = pair();
+        send(&ours, &[0, 0], &[]);
+        drop(ours);
+        assert_eq!(read(&theirs).await.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[tokio::test]
+    async fn the_socket_is_roots_alone_and_takes_the_place_of_an_old_one() {
+        let dir = std::env::temp_dir().join(format!("understory-cni-socket-{}", std::process::id()));
+        let path = socket(&dir);
+        let first = listen_for_root(&path, rustix::net::SocketType::STREAM, BACKLOG).unwrap();
+        let _second = listen_for_root(&path, rustix::net::SocketType::STREAM, BACKLOG).unwrap();
+        drop(first);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        Plain::connect(&path).unwrap();
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 1);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}

@@ -115,7 +115,7 @@ pub fn install_entry(install: &Install, write: bool) -> Result<Standing, Install
     };
     let in_place = is_list && !install.own_file;
     let target = if in_place { path.clone() } else { dir.join(format!("{stem}{OWN_SUFFIX}")) };
-    let wanted = wanted.unwrap_or(text);
+    let wanted = wanted.unwrap_or_else(|| text.clone());
     let there = read_small_text(&target, MAX_CONFIGURATION).is_ok_and(|held| held == wanted);
     if !there {
         if !write {
@@ -123,14 +123,19 @@ pub fn install_entry(install: &Install, write: bool) -> Result<Standing, Install
         }
         // As the configuration that it is made from: it may hold secrets.
         let mode = fs::metadata(&path).map_err(failed("look at", &path))?.permissions().mode() & 0o777;
-        replace(&target, mode, |file| file.write_all(wanted.as_bytes()))?;
+        // Whoever writes theirs in this moment must not lose it.
+        let is_same = || read_small_text(&path, MAX_CONFIGURATION).is_ok_and(|now| now == text);
+        if !replace_if(&target, mode, |file| file.write_all(wanted.as_bytes()), is_same)? {
+            return Ok(Standing::Missing(target));
+        }
     }
     remove_own(dir, &own, Some(&target), write)?;
     Ok(if there { Standing::InPlace(target) } else { Standing::Put(target) })
 }
 
-/// Takes everything away: first the entry, so that no runtime calls a plugin that is not there. Returns what it did.
-pub fn remove(dirs: &CniDirs) -> Result<Vec<String>, InstallError> {
+/// Takes everything away: first the entry, so that no runtime calls a plugin that is not there, then the program, unless
+/// it is to stay. Returns what it did.
+pub fn remove(dirs: &CniDirs, keep_program: bool) -> Result<Vec<String>, InstallError> {
     let mut done = Vec::new();
     for name in configurations(&dirs.conf)? {
         let path = dirs.conf.join(&name);
@@ -151,7 +156,7 @@ pub fn remove(dirs: &CniDirs) -> Result<Vec<String>, InstallError> {
         }
     }
     let program = dirs.bin.join(PLUGIN);
-    if remove_file(&program)? {
+    if !keep_program && remove_file(&program)? {
         done.push(format!("removed {}", program.display()));
     }
     Ok(done)
@@ -196,19 +201,33 @@ fn remove_file(path: &Path) -> Result<bool, InstallError> {
 /// Writes a file beside, on the disk before it is moved into place: no crash leaves half of one. Its name beside has no
 /// extension that runtimes look for.
 fn replace(path: &Path, mode: u32, write: impl FnOnce(&mut File) -> io::Result<()>) -> Result<(), InstallError> {
+    replace_if(path, mode, write, || true).map(drop)
+}
+
+/// As [`replace`], unless `check` says no in the last moment; whether it did not.
+fn replace_if(
+    path: &Path,
+    mode: u32,
+    write: impl FnOnce(&mut File) -> io::Result<()>,
+    check: impl FnOnce() -> bool,
+) -> Result<bool, InstallError> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".understory-new");
     let temporary = PathBuf::from(temporary);
-    let written = || -> io::Result<()> {
+    let written = || -> io::Result<bool> {
         let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(mode).open(&temporary)?;
         file.set_permissions(fs::Permissions::from_mode(mode))?;
         write(&mut file)?;
         file.sync_all()?;
+        if !check() {
+            return Ok(false);
+        }
         fs::rename(&temporary, path)?;
-        path.parent().map_or(Ok(()), |dir| File::open(dir)?.sync_all())
+        path.parent().map_or(Ok(()), |dir| File::open(dir)?.sync_all())?;
+        Ok(true)
     };
     let result = written().map_err(failed("write", path));
-    if result.is_err() {
+    if !matches!(result, Ok(true)) {
         // What there is of it takes room that may be what is missing.
         let _ = fs::remove_file(&temporary);
     }

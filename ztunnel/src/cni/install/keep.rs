@@ -52,7 +52,7 @@ pub async fn keep(install: Install, state: Arc<InstallState>) {
         state.in_place.store(in_place, Ordering::Relaxed);
         // One line for each change of how things stand.
         let says = match &look {
-            Ok(Standing::Put(path)) => format!("in {}", path.display()),
+            Ok(Standing::Put(path) | Standing::InPlace(path)) => format!("in {}", path.display()),
             Ok(standing) => format!("{standing:?}"),
             Err(error) => error.to_string(),
         };

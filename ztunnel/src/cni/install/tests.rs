@@ -93,12 +93,14 @@ fn the_first_list_gets_the_entry_and_gives_it_back_as_it_was() {
     node.put("00-new.conflist", LIST);
     assert_eq!(node.look(), Standing::Put(node.path("00-new.conflist")));
     install_program(&node.install.program, &node.install.dirs.bin).unwrap();
-    remove(&node.install.dirs).unwrap();
+    remove(&node.install.dirs, true).unwrap();
+    assert!(node.install.dirs.bin.join(PLUGIN).exists(), "it was to stay");
+    remove(&node.install.dirs, false).unwrap();
     for name in ["00-new.conflist", "10-net.conflist", "20-other.conflist"] {
         assert_eq!(node.text(name), LIST);
     }
     assert!(!node.install.dirs.bin.join(PLUGIN).exists());
-    assert_eq!(remove(&node.install.dirs).unwrap(), Vec::<String>::new(), "once more is no error");
+    assert_eq!(remove(&node.install.dirs, false).unwrap(), Vec::<String>::new(), "once more is no error");
 }
 
 #[test]
@@ -138,7 +140,7 @@ fn a_file_of_our_own_outlives_a_rewriting_of_the_one_it_is_made_from() {
     assert_eq!(install_entry(&other, true).unwrap(), Standing::Put(node.path("10-net.conflist")));
     assert_eq!(node.names(), ["10-net.conflist"]);
     assert_eq!(node.look(), Standing::Put(node.path(own)));
-    remove(&node.install.dirs).unwrap();
+    remove(&node.install.dirs, false).unwrap();
     assert_eq!((node.names(), node.text("10-net.conflist")), (vec!["10-net.conflist".to_owned()], LIST.to_owned()));
 }
 
@@ -150,8 +152,22 @@ fn what_cannot_be_extended_is_named_and_left_alone() {
         let error = install_entry(&node.install, true).unwrap_err();
         assert!(error.to_string().contains("10-net.conflist"), "{error}");
         assert_eq!(node.text("10-net.conflist"), text);
-        assert_eq!(remove(&node.install.dirs).unwrap(), Vec::<String>::new());
+        assert_eq!(remove(&node.install.dirs, false).unwrap(), Vec::<String>::new());
     }
     node.put("10-net.conflist", LIST);
     assert_eq!(node.look(), Standing::Put(node.path("10-net.conflist")));
+}
+
+#[test]
+fn what_another_writes_in_the_same_moment_is_not_lost() {
+    let node = Node::new("moment", false);
+    node.put("10-net.conflist", LIST);
+    let path = node.path("10-net.conflist");
+    let theirs = LIST.replace("bridge", "ptp");
+    let meanwhile = || {
+        node.put("10-net.conflist", &theirs);
+        node.text("10-net.conflist") == LIST
+    };
+    assert!(!replace_if(&path, 0o644, |file| file.write_all(b"ours"), meanwhile).unwrap());
+    assert_eq!((node.text("10-net.conflist"), node.names().len()), (theirs, 1));
 }

@@ -133,7 +133,8 @@ fn workload(w: &wire::Workload) -> Value {
     let services = w.services.iter().map(|(key, list)| (key.clone(), ports(&list.ports)));
     json!({
         "uid": w.uid, "name": w.name, "namespace": w.namespace, "network": w.network, "node": w.node,
-        "addresses": w.addresses.iter().map(|a| address(a)).collect::<Vec<_>>(),
+        "addresses": w.addresses.iter().map(|a| address(a)).collect::<Vec<_>>(), "hostname": w.hostname,
+        "capacity": w.capacity,
         "protocol": w.tunnel_protocol().as_str_name(), "nativeTunnel": w.native_tunnel,
         "status": w.status().as_str_name(), "networkMode": w.network_mode().as_str_name(),
         "trustDomain": w.trust_domain, "serviceAccount": w.service_account, "clusterId": w.cluster_id,
@@ -152,15 +153,21 @@ fn service(s: &wire::Service) -> Value {
     });
     json!({
         "name": s.name, "namespace": s.namespace, "hostname": s.hostname,
-        "addresses": s.addresses.iter().map(|a| format!("{}/{}", a.network, address(&a.address))).collect::<Vec<_>>(),
+        "addresses": s.addresses.iter().map(network_address).collect::<Vec<_>>(),
         "ports": ports(&s.ports), "ipFamilies": s.ip_families().as_str_name(), "canonical": s.canonical,
-        "loadBalancing": balancing,
+        "visibility": s.visibility().as_str_name(), "subjectAltNames": s.subject_alt_names, "loadBalancing": balancing,
     })
 }
 
 /// Service port → target port; 0 is as each workload says.
 fn ports(ports: &[wire::Port]) -> Value {
     ports.iter().map(|p| (p.service_port.to_string(), json!(p.target_port))).collect::<serde_json::Map<_, _>>().into()
+}
+
+/// `network/ip`, and the length of a range.
+fn network_address(a: &wire::NetworkAddress) -> String {
+    let length = a.length.map_or_else(String::new, |length| format!("/{length}"));
+    format!("{}/{}{length}", a.network, address(&a.address))
 }
 
 fn address(bytes: &[u8]) -> String {

@@ -125,15 +125,9 @@ impl CaSecret {
 
     /// Puts what is in the folder into a new Secret; false if there is one.
     async fn create(&self) -> Result<bool, CaSecretError> {
-        let mut data = BTreeMap::new();
-        for name in FILES {
-            let path = self.dir.join(name);
-            match read_small(&path, MAX_FILE) {
-                Ok(content) => drop(data.insert(name, ByteString(content))),
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(source) => return Err(CaSecretError::File { path, source }),
-            }
-        }
+        let dir = self.dir.clone();
+        let data = tokio::task::spawn_blocking(move || held_in(&dir)).await;
+        let data = data.map_err(|e| CaSecretError::Unusable { name: self.label(), reason: e.to_string() })??;
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": data,
             "metadata": {"name": self.name, "namespace": self.namespace},
@@ -162,6 +156,20 @@ async fn open(settings: &CaSettings) -> Result<Ca, CaSecretError> {
     let settings = settings.clone();
     let opened = tokio::task::spawn_blocking(move || Ca::open(settings)).await;
     Ok(opened.map_err(|e| CaError::Sign(e.to_string()))??)
+}
+
+/// The files that are in the folder. Blocks on the file system.
+fn held_in(dir: &Path) -> Result<BTreeMap<&'static str, ByteString>, CaSecretError> {
+    let mut data = BTreeMap::new();
+    for name in FILES {
+        let path = dir.join(name);
+        match read_small(&path, MAX_FILE) {
+            Ok(content) => drop(data.insert(name, ByteString(content))),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(source) => return Err(CaSecretError::File { path, source }),
+        }
+    }
+    Ok(data)
 }
 
 /// Blocks on the file system. A set of which only part is written is not taken into force.

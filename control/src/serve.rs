@@ -1,20 +1,22 @@
 //! `control serve`: puts the parts together, runs them, and ends them in order.
 
+mod feed;
+mod tend;
+
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
-use ztunnel::files::read_small;
 use ztunnel::identity::rfc3339;
-use ztunnel::kubernetes::{Api, ConnectError, Health, Source};
+use ztunnel::kubernetes::ConnectError;
 use ztunnel::lifecycle::Shutdown;
-use ztunnel::manifests::{self, Folders, Objects, Watch, WatchError};
+use ztunnel::manifests::WatchError;
 use ztunnel::proto::citadel::istio_certificate_service_server::IstioCertificateServiceServer;
 use ztunnel::proto::discovery::aggregated_discovery_service_server::AggregatedDiscoveryServiceServer;
 use ztunnel::telemetry::http::{BindError, Server as AdminServer};
@@ -22,19 +24,20 @@ use ztunnel::telemetry::log::Hush;
 use ztunnel::telemetry::metrics::Metrics as Registry;
 
 use crate::admin::{self, Readiness};
-use crate::ca::{Ca, CaError, CaSettings, FolderWatch, write_whole};
+use crate::ca::{Ca, CaError, CaSettings};
 use crate::ca_secret::{CaSecret, CaSecretError};
 use crate::certificates::{Certificates, Rules};
-use crate::kubernetes::{self, Candidate};
+use crate::kubernetes::Candidate;
 use crate::limits::{Rate, Rates};
 use crate::metrics::Metrics;
-use crate::model::{Model, ModelSettings, Snapshot};
+use crate::model::{ModelSettings, Snapshot};
 use crate::policy_status::{self, PolicyConditions, PolicyStatusFolder};
 use crate::root_config_maps::RootConfigMaps;
-use crate::settings::{ServeArgs, SourceKind};
+use crate::settings::ServeArgs;
 use crate::tls::{self, Serving};
 use crate::tokens::{Check, KeyFile, KeyFileError, Reviews, TokenSettings, Tokens};
 use crate::xds::{Discovery, Trust};
+use feed::{Feed, Origin};
 
 /// Why control does not run. Each message names the setting.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +56,8 @@ pub enum ServeError {
     RootCert { path: PathBuf, source: io::Error },
     #[error("--service-account-key {0}")]
     Keys(#[from] KeyFileError),
+    #[error("{0}: it is required with --source manifests")]
+    Required(&'static str),
     #[error("--manifests: {0}")]
     Manifests(#[from] WatchError),
     #[error(transparent)]
@@ -104,12 +109,6 @@ struct Parts {
     conditions: Option<PolicyConditions>,
 }
 
-/// Where objects come from. Ends when it is dropped.
-enum Feed {
-    Folder(Watch),
-    Kubernetes(Source),
-}
-
 impl Control {
     /// Reads everything once and listens; nodes are answered once it [runs](Self::run). Must be called on a runtime.
     pub async fn start(args: ServeArgs, shutdown: Shutdown) -> Result<Self, ServeError> {
@@ -120,11 +119,13 @@ impl Control {
         }
         let keys = args.service_account_key.as_deref().map(KeyFile::open).transpose()?;
         let policy_statuses = policy_statuses(&args)?;
-        let api = match (args.source, &args.status_dir) {
-            (SourceKind::Manifests, _) => None,
-            (SourceKind::Kubernetes, Some(dir)) => return Err(ServeError::StatusDir(dir.clone())),
-            (SourceKind::Kubernetes, None) => Some(Api::connect(args.kubeconfig.as_deref()).await?),
+        let origin = Origin::of(&args).await?;
+        let check = match (keys, &origin) {
+            (Some(keys), _) => Check::Keys(keys),
+            (None, Origin::Cluster(api)) => Check::Reviews(Reviews::new(api.clone())),
+            (None, Origin::Folders(_)) => return Err(ServeError::Required("--service-account-key")),
         };
+        let api = origin.api().cloned();
         let ca_settings = CaSettings {
             dir: args.ca_dir.clone(),
             trust_domain: args.trust_domain.clone(),
@@ -155,18 +156,12 @@ impl Control {
             "the certificate authority is ready"
         );
         if let Some(path) = &args.root_cert {
-            publish_roots(&ca, path).map_err(|source| ServeError::RootCert { path: path.clone(), source })?;
+            tend::publish_roots(&ca, path).map_err(|source| ServeError::RootCert { path: path.clone(), source })?;
         }
         let settings = TokenSettings {
             issuer: args.service_account_issuer,
             audience: args.token_audience,
             cluster_id: args.cluster_id.clone(),
-        };
-        let check = match (keys, &api) {
-            (Some(keys), _) => Check::Keys(keys),
-            (None, Some(api)) => Check::Reviews(Reviews::new(api.clone())),
-            // The arguments have been checked for it.
-            (None, None) => KeyFile::open(Path::new("")).map(Check::Keys)?,
         };
         let tokens = Arc::new(Tokens::new(check, settings));
         let once = match &api {
@@ -176,13 +171,10 @@ impl Control {
             }
             None => None,
         };
-        let feed = match (&api, args.manifests) {
-            (Some(api), _) => Feed::Kubernetes(kubernetes::source(api)),
-            (None, folder) => Feed::folder(folder.unwrap_or_default(), args.status_dir).await?,
-        };
+        let feed = Feed::start(origin).await?;
         let (objects, health) = (feed.objects(), feed.health());
         let whole = health.clone();
-        let (snapshots, known) = follow(
+        let (snapshots, known) = feed::follow(
             ModelSettings {
                 cluster_id: args.cluster_id,
                 cluster_domain: args.cluster_domain,
@@ -353,7 +345,7 @@ impl Control {
             () = secret => Err("the authority's Secret is no longer followed".to_owned()),
             () = written => Err("roots and statuses are no longer written".to_owned()),
             () = admin.serve(pages, std::future::pending()) => Err("the admin server has ended".to_owned()),
-            () = tend(&ca, &serving, root_cert.as_deref()) => Err("the authority is no longer looked after".to_owned()),
+            () = tend::tend(&ca, &serving, root_cert.as_deref()) => Err("the authority is no longer looked after".to_owned()),
         };
         // Lets go of the lease, so that another replica need not wait for its end.
         if tokio::time::timeout(LET_GO, async { while candidate.join_next().await.is_some() {} }).await.is_err() {
@@ -390,138 +382,6 @@ fn policy_statuses(args: &ServeArgs) -> Result<Option<PolicyStatusFolder>, Serve
     Ok(Some(folder))
 }
 
-impl Feed {
-    async fn folder(manifests: PathBuf, status: Option<PathBuf>) -> Result<Self, ServeError> {
-        let folders = Folders { manifests, status };
-        // Reads a lot of files.
-        let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
-        let ended =
-            |e: tokio::task::JoinError| ServeError::Ended { what: "reading the manifests", reason: e.to_string() };
-        Ok(Self::Folder(watch.map_err(ended)??))
-    }
-
-    fn objects(&self) -> watch::Receiver<Arc<Objects>> {
-        match self {
-            Self::Folder(watch) => watch.objects(),
-            Self::Kubernetes(source) => source.objects(),
-        }
-    }
-
-    fn health(&self) -> Option<Arc<Health>> {
-        match self {
-            Self::Folder(_) => None,
-            Self::Kubernetes(source) => Some(source.health()),
-        }
-    }
-}
-
-/// Keeps the model up to date with the objects, from when they are complete: the second value tells when its first
-/// snapshot is there. Ends with the objects' source.
-fn follow(
-    settings: ModelSettings,
-    mut objects: watch::Receiver<Arc<Objects>>,
-    complete: impl Future<Output = ()> + Send + 'static,
-) -> (watch::Receiver<Snapshot>, watch::Receiver<bool>) {
-    let mut model = Model::new(settings);
-    let (publish, snapshots) = watch::channel(model.snapshot());
-    let (tell, known) = watch::channel(false);
-    tokio::spawn(async move {
-        complete.await;
-        let first = objects.borrow_and_update().clone();
-        model.update(first);
-        publish.send_replace(model.snapshot());
-        tell.send_replace(true);
-        while objects.changed().await.is_ok() {
-            gather(&mut objects).await;
-            let newer = objects.borrow_and_update().clone();
-            let started = Instant::now();
-            if let Some(mut snapshot) = model.update(newer) {
-                snapshot.published = Some(Instant::now());
-                tracing::debug!(generation = snapshot.generation, took = ?started.elapsed(), "the model has changed");
-                publish.send_replace(snapshot);
-            }
-        }
-    });
-    (snapshots, known)
-}
-
-/// A burst of changes is one: waits until it is quiet, or long enough.
-async fn gather(objects: &mut watch::Receiver<Arc<Objects>>) {
-    let limit = tokio::time::Instant::now() + BURST;
-    loop {
-        objects.borrow_and_update();
-        let quiet = (tokio::time::Instant::now() + QUIET).min(limit);
-        match tokio::time::timeout_at(quiet, objects.changed()).await {
-            Ok(Ok(())) if tokio::time::Instant::now() < limit => {}
-            _ => return,
-        }
-    }
-}
-
-/// Looks after the authority and what is signed by it for ourselves.
-async fn tend(ca: &Arc<Ca>, serving: &Arc<Serving>, root_cert: Option<&Path>) {
-    let mut folder = FolderWatch::new(ca.dir());
-    let mut look = tokio::time::interval(LOOK);
-    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut complaint = None;
-    let mut warned = None::<Instant>;
-    loop {
-        tokio::select! {
-            _ = look.tick() => folder.listen(),
-            // The files of one change follow each other.
-            () = folder.changed() => tokio::time::sleep(GATHER).await,
-        }
-        let (of, ours, path) = (ca.clone(), serving.clone(), root_cert.map(Path::to_owned));
-        let looked = tokio::task::spawn_blocking(move || look_after(&of, &ours, path.as_deref())).await;
-        let problem = looked.unwrap_or_else(|panic| Some(panic.to_string()));
-        match &problem {
-            Some(reason) if problem != complaint => {
-                tracing::warn!(reason, "the authority's files cannot be used, those before stay in force");
-            }
-            None if complaint.is_some() => tracing::info!("the authority's files are right again"),
-            _ => {}
-        }
-        complaint = problem;
-        let report = ca.report();
-        let ends = report.certificates().filter(|(_, cert)| cert.seconds_left < ENDS_SOON.as_secs());
-        if warned.is_none_or(|at| at.elapsed() > WARN_AGAIN) {
-            for (what, cert) in ends {
-                warned = Some(Instant::now());
-                tracing::warn!(
-                    name = cert.name,
-                    until = cert.not_after,
-                    "a {what} certificate of the authority ends soon"
-                );
-            }
-        }
-    }
-}
-
-/// One look; why the files cannot be used, if they cannot.
-fn look_after(ca: &Ca, serving: &Serving, root_cert: Option<&Path>) -> Option<String> {
-    let changes = ca.refresh();
-    if (changes.signer || serving.is_due())
-        && let Err(error) = serving.renew()
-    {
-        tracing::error!(%error, "the serving certificate cannot be renewed");
-    }
-    if let Some(path) = root_cert
-        && let Err(error) = publish_roots(ca, path)
-    {
-        tracing::warn!(path = %path.display(), %error, "the roots cannot be written for the proxies");
-    }
-    changes.problem
-}
-
-/// Writes the roots for the proxies, if the file does not hold them.
-fn publish_roots(ca: &Ca, path: &Path) -> io::Result<()> {
-    let roots = ca.roots_pem();
-    if read_small(path, roots.len()).is_ok_and(|held| held == roots.as_bytes()) {
-        return Ok(());
-    }
-    write_whole(path, roots.as_bytes(), 0o644)
-}
-
 /// Bytes; a proxy that comes again tells all that it holds.
 const MAX_REQUEST: usize = 64 << 20;
 /// Bytes.
@@ -544,20 +404,11 @@ const LINES: u32 = 10;
 /// As istiod does.
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(10);
-/// Changes that follow each other within this time are one.
-const QUIET: Duration = Duration::from_millis(10);
-/// No change waits longer for others.
-const BURST: Duration = Duration::from_millis(100);
 /// From the order to stop to the end of what has not ended.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 const LET_GO: Duration = Duration::from_secs(3);
 /// Of the replica that does what is done once.
 pub(crate) const LEASE: &str = "understory-control";
-/// How often the authority's files are looked at without having heard of a change.
-const LOOK: Duration = Duration::from_secs(2);
-const GATHER: Duration = Duration::from_millis(200);
-const ENDS_SOON: Duration = Duration::from_secs(30 * 86400);
-const WARN_AGAIN: Duration = Duration::from_secs(86400);
 
 #[cfg(test)]
 mod tests {

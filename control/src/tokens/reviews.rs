@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use ztunnel::kubernetes::{Api, ApiError};
+use ztunnel::kubernetes::Api;
 
 use super::{BoundPod, Caller, TokenError, account_of};
 
@@ -148,12 +148,6 @@ fn digest(token: &str) -> Digest {
 
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
-}
-
-impl From<ApiError> for TokenError {
-    fn from(error: ApiError) -> Self {
-        Self::Unavailable(error.to_string())
-    }
 }
 
 const PATH: &str = "/apis/authentication.k8s.io/v1/tokenreviews";

@@ -24,6 +24,7 @@
 //! | be a client in the test's own process | `server.place().netns().run(..)`, [`ApiServer::address`], [`ApiServer::ca`] |
 //! | add kinds later | [`ApiServer::install_gateway_api`], [`ApiServer::install_istio`] |
 //! | expect that something is refused | [`ApiServer::try_kubectl`] |
+//! | run `control` on it, with its own role | [`Replica`] |
 //! | render and install charts | [`ApiServer::helm`] |
 //!
 //! It lives in a network namespace of its own (or the testbed's), so that its ports are always free. Controllers run for
@@ -32,6 +33,7 @@
 //! this are called `kubernetes*.rs`, by which `cargo xtask test` knows that they need it.
 
 mod account;
+mod control;
 mod namespace;
 mod server;
 mod start;
@@ -41,6 +43,7 @@ use std::path::PathBuf;
 use crate::place::built_in;
 
 pub use account::Account;
+pub use control::Replica;
 pub use namespace::Namespace;
 pub use server::ApiServer;
 

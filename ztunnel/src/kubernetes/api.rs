@@ -167,6 +167,16 @@ impl std::fmt::Debug for Api {
 }
 
 impl ApiError {
+    /// In few words, none of which is the server's or the system's.
+    pub fn brief(&self) -> String {
+        match self {
+            Self::Away(_) => "the API server cannot be reached".into(),
+            Self::Slow(_) => "the API server does not answer".into(),
+            Self::Refused { code, .. } => format!("the API server answers {code}"),
+            Self::Unreadable(_) => "the API server's answer cannot be read".into(),
+        }
+    }
+
     /// For metrics.
     pub fn label(&self) -> &'static str {
         match self {

@@ -52,7 +52,8 @@ impl Health {
         let _ = self.complete.subscribe().wait_for(|complete| *complete).await;
     }
 
-    /// The kinds that are not followed now, one a line: nothing to say is an empty text.
+    /// The kinds that are not followed now, one a line: nothing to say is an empty text. Anybody may read it; what the
+    /// server said is in the log alone.
     pub fn detail(&self) -> String {
         let mut text = String::new();
         for (kind, entry) in &*self.kinds() {
@@ -60,8 +61,10 @@ impl Health {
             let _ = match &entry.state {
                 State::Connected => Ok(()),
                 State::Starting => writeln!(text, "{name}: not read yet ({since} s)"),
-                State::Failed(error) if entry.whole => writeln!(text, "{name}: as known {since} s ago: {error}"),
-                State::Failed(error) => writeln!(text, "{name}: not read yet ({since} s): {error}"),
+                State::Failed(error) if entry.whole => {
+                    writeln!(text, "{name}: as known {since} s ago: {}", error.brief())
+                }
+                State::Failed(error) => writeln!(text, "{name}: not read yet ({since} s): {}", error.brief()),
                 State::Missing => writeln!(text, "{name}: the cluster has no such kind"),
             };
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use ztunnel::identity::{Identity, TrustDomain};
+use ztunnel::kubernetes::SourceKind;
 use ztunnel::telemetry::log::{Format, Levels};
 
 use crate::ca_command::CaCommand;
@@ -70,14 +71,6 @@ pub struct CheckArgs {
 pub enum CheckOutput {
     Text,
     Json,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum SourceKind {
-    /// A folder of manifests.
-    Manifests,
-    /// The API server.
-    Kubernetes,
 }
 
 /// Flags and environment of `control serve`.

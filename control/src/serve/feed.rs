@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use ztunnel::kubernetes::{Api, Health, Source};
+use ztunnel::kubernetes::{Api, Health, Source, SourceKind};
 use ztunnel::manifests::{self, Folders, Objects, Watch};
 
 use super::ServeError;
 use crate::kubernetes;
 use crate::model::{Model, ModelSettings, Snapshot};
-use crate::settings::{ServeArgs, SourceKind};
+use crate::settings::ServeArgs;
 
 /// Where objects are.
 pub enum Origin {

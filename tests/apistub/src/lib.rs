@@ -143,6 +143,11 @@ impl State {
         });
     }
 
+    /// All objects of a list.
+    pub fn all(&self, path: &str) -> Vec<Value> {
+        self.objects.get(path).into_iter().flat_map(|objects| objects.values().cloned()).collect()
+    }
+
     pub fn get(&self, path: &str, name: &str) -> Option<&Value> {
         self.objects.get(path)?.get(name)
     }
@@ -285,10 +290,11 @@ async fn watch(mut stream: BufReader<TcpStream>, path: &str, query: &HashMap<Str
             // What came since; it does not remember what went.
             let fields = Fields::of(query);
             let all = state.objects.get(path).into_iter().flat_map(|o| o.values());
-            for object in all.filter(|object| fields.match_all(object)) {
+            for object in all {
                 let version: u64 = object["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap();
                 if version > from {
-                    let _ = send.send(json!({"type": "ADDED", "object": object}).to_string() + "\n");
+                    let kind = if fields.match_all(object) { "ADDED" } else { "DELETED" };
+                    let _ = send.send(json!({"type": kind, "object": object}).to_string() + "\n");
                 }
             }
             state.watches.push(Watch { path: path.to_owned(), fields, to: send });

@@ -91,6 +91,7 @@ fn wanted(request: &str) -> Grant {
     let (list, namespace, name) = locate(path);
     let parts: Vec<&str> = list.split('/').collect();
     let (group, resource) = match parts[..] {
+        ["", "api", _, resource] if path.ends_with("/status") => ("", format!("{resource}/status")),
         ["", "api", _, resource] => ("", resource.to_owned()),
         ["", "apis", group, _, resource] if path.ends_with("/status") => (group, format!("{resource}/status")),
         ["", "apis", group, _, resource] => (group, resource.to_owned()),

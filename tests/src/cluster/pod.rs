@@ -100,6 +100,12 @@ impl<'a> PodSpec<'a> {
         self
     }
 
+    /// The uid that an API server has given it. Default: one of the testbed's own.
+    pub fn uid(mut self, uid: &str) -> Self {
+        self.uid = uid.to_owned();
+        self
+    }
+
     /// A named container port.
     pub fn port(mut self, name: &str, port: u16) -> Self {
         self.ports.push((name.to_owned(), port));

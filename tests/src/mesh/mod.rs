@@ -47,6 +47,8 @@ pub struct MeshOptions {
     pub proxy_descriptors: Option<u64>,
     /// Further arguments of the agents.
     pub agent_args: Vec<String>,
+    /// Kubeconfig by which the agents read from an API server, in the place of the folder of manifests.
+    pub agent_kubeconfig: Option<PathBuf>,
     /// Further arguments of the control plane.
     pub control_args: Vec<String>,
     /// Account that may act for a node's pods, in the place of the proxies' own: then every certificate is denied.
@@ -225,8 +227,13 @@ impl Mesh {
         let mut command = place.command(binary("ztunnel"));
         command.env("RUST_LOG", log_level());
         command.arg("agent").args(["--node-name", &node.node]);
-        command.arg("--manifests").arg(self.dir.join("manifests"));
-        command.arg("--status-dir").arg(self.dir.join("status"));
+        match &self.options.agent_kubeconfig {
+            Some(path) => command.args(["--source", "kubernetes", "--kubeconfig"]).arg(path),
+            None => {
+                command.arg("--manifests").arg(self.dir.join("manifests"));
+                command.arg("--status-dir").arg(self.dir.join("status"))
+            }
+        };
         command.arg("--run-dir").arg(&node.run_dir);
         command.arg("--zds-socket").arg(node.zds_socket());
         command.arg("--bpf-dir").arg(&node.bpf_dir);

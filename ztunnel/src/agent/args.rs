@@ -15,6 +15,7 @@ use super::enrolment::Timings;
 use super::probe::ProbeArgs;
 use super::selector;
 use crate::cni::install::{CniDirs, Entry, Install};
+use crate::kubernetes::SourceKind;
 use crate::telemetry::log::{Format, Levels};
 
 /// `ztunnel agent`: without a subcommand it runs the agent.
@@ -42,10 +43,23 @@ pub struct RunArgs {
     /// The Kubernetes node. Required.
     #[arg(long, env = "NODE_NAME", value_name = "NODE_NAME", required = true)]
     pub node_name: Option<String>,
-    /// Folder with the cluster's objects. Required.
-    #[arg(long, env = "MANIFESTS", value_name = "MANIFESTS", required = true)]
+    /// Where the cluster's objects come from. With kubernetes, this pod's service account is used, or --kubeconfig.
+    #[arg(long, env = "SOURCE", value_name = "SOURCE", value_enum, default_value = "manifests")]
+    pub source: SourceKind,
+    /// Folder with the cluster's objects. Required with the source manifests.
+    #[arg(
+        long,
+        env = "MANIFESTS",
+        value_name = "MANIFESTS",
+        required_unless_present = "source",
+        required_if_eq("source", "manifests")
+    )]
     pub manifests: Option<PathBuf>,
-    /// Folder for the pods' status files. Default: none are written.
+    /// File that tells where the API server is and who we are, with the source kubernetes; its current context counts.
+    /// Default: what the pod that this runs in is given.
+    #[arg(long, env = "KUBECONFIG", value_name = "KUBECONFIG")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Folder for the pods' status files, with the source manifests. Default: none are written.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR")]
     pub status_dir: Option<PathBuf>,
     #[command(flatten)]
@@ -173,6 +187,19 @@ pub struct CleanupArgs {
     /// Folder with the pods' status files; those of the node are removed.
     #[arg(long, env = "STATUS_DIR", value_name = "STATUS_DIR", requires = "node_name")]
     pub status_dir: Option<PathBuf>,
+    /// With kubernetes, the annotations of the node's pods are removed.
+    #[arg(
+        long,
+        env = "SOURCE",
+        value_name = "SOURCE",
+        value_enum,
+        default_value = "manifests",
+        requires_if("kubernetes", "node_name")
+    )]
+    pub source: SourceKind,
+    /// As for the agent, with the source kubernetes.
+    #[arg(long, env = "KUBECONFIG", value_name = "KUBECONFIG")]
+    pub kubeconfig: Option<PathBuf>,
     /// The Kubernetes node.
     #[arg(long, env = "NODE_NAME", value_name = "NODE_NAME")]
     pub node_name: Option<String>,
@@ -182,8 +209,7 @@ pub struct CleanupArgs {
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
     pub node_name: String,
-    pub manifests: PathBuf,
-    pub status_dir: Option<PathBuf>,
+    pub source: SourceConfig,
     pub run_dir: PathBuf,
     pub bpf_dir: PathBuf,
     pub zds_sockets: Vec<PathBuf>,
@@ -200,6 +226,13 @@ pub struct AgentConfig {
     pub sizes: Sizes,
     /// This program's own executable, which probes are started from.
     pub program: PathBuf,
+}
+
+/// Where objects come from, and where it is told what becomes of pods.
+#[derive(Clone, Debug)]
+pub enum SourceConfig {
+    Manifests { folder: PathBuf, status_dir: Option<PathBuf> },
+    Kubernetes { kubeconfig: Option<PathBuf> },
 }
 
 /// Sizes of the capture maps.
@@ -229,11 +262,28 @@ impl RunArgs {
         if node_name.trim().is_empty() {
             return Err(wrong("--node-name (NODE_NAME)", &node_name, "expected the name of the Kubernetes node"));
         }
-        let manifests = self.manifests.unwrap_or_default();
-        if !manifests.is_dir() {
-            let text = manifests.display().to_string();
-            return Err(wrong("--manifests (MANIFESTS)", &text, "expected a folder with the cluster's objects"));
-        }
+        let source = match self.source {
+            SourceKind::Manifests => {
+                let folder = self.manifests.unwrap_or_default();
+                if !folder.is_dir() {
+                    let text = folder.display().to_string();
+                    return Err(wrong(
+                        "--manifests (MANIFESTS)",
+                        &text,
+                        "expected a folder with the cluster's objects",
+                    ));
+                }
+                SourceConfig::Manifests { folder, status_dir: self.status_dir }
+            }
+            SourceKind::Kubernetes => {
+                if let Some(dir) = &self.status_dir {
+                    let text = dir.display().to_string();
+                    let expected = "expected none with --source kubernetes, where annotations of pods say the same";
+                    return Err(wrong("--status-dir (STATUS_DIR)", &text, expected));
+                }
+                SourceConfig::Kubernetes { kubeconfig: self.kubeconfig }
+            }
+        };
         if self.times.verify_interval < SHORTEST_VERIFY {
             let text = format!("{:?}", self.times.verify_interval);
             return Err(wrong("--verify-interval (VERIFY_INTERVAL)", &text, "expected 100ms or more"));
@@ -260,8 +310,7 @@ impl RunArgs {
         });
         Ok(AgentConfig {
             node_name,
-            manifests,
-            status_dir: self.status_dir,
+            source,
             run_dir: self.place.run_dir,
             bpf_dir: self.place.bpf_dir,
             zds_sockets,
@@ -383,6 +432,12 @@ mod tests {
         assert!(parse(&[]).unwrap_err().contains("--node-name"));
         let error = parse(&["--node-name", "a", "--manifests", "/nowhere"]).unwrap().run.check().unwrap_err();
         assert!(error.to_string().contains("--manifests (MANIFESTS): \"/nowhere\""), "{error}");
+        let kubernetes = ["--node-name", "a", "--source", "kubernetes"];
+        assert!(parse(&kubernetes).unwrap().run.check().is_ok(), "needs no folder");
+        let with_status = [&kubernetes[..], &["--status-dir", "/x"]].concat();
+        let error = parse(&with_status).unwrap().run.check().unwrap_err().to_string();
+        assert!(error.contains("--status-dir (STATUS_DIR): \"/x\""), "{error}");
+        assert!(parse(&["--node-name", "a", "--source", "manifests"]).unwrap_err().contains("--manifests"));
     }
 
     #[test]

@@ -66,12 +66,19 @@ impl Place {
 
 impl PodPlace {
     /// Knows the cgroupfs driver's `…/kubepods/<qos>/pod<uid>/…` and the systemd driver's
-    /// `…/kubepods-<qos>-pod<uid with _>.slice/…`, with any prefix.
+    /// `…/kubepods-<qos>-pod<uid with _>.slice/…`, with any prefix; and what comes of the two mixed, where the runtime takes
+    /// systemd's `<slice>:<runtime>:<id>` for a folder's name.
     pub fn parse(path: &str) -> Option<PodPlace> {
         let mut kubepods: Option<usize> = None;
         let mut end = 0;
         for component in path.split('/') {
             end += component.len();
+            if let Some((slice, _)) = component.split_once(':').filter(|(slice, _)| slice.contains("kubepods")) {
+                let above = kubepods.unwrap_or((end - component.len()).saturating_sub(1));
+                // At the root it would have all of the node below it.
+                let uid = if above > 0 { pod_uid(slice) } else { None };
+                return uid.map(|uid| PodPlace { uid, kubepods: path[..above].to_owned() });
+            }
             if kubepods.is_none() && component.contains("kubepods") && pod_uid(component).is_none() {
                 kubepods = Some(end);
             }
@@ -261,6 +268,21 @@ mod tests {
                 ),
                 Some("/kubelet.slice/kubelet-kubepods.slice"),
             ),
+            (format!("/kubepods/besteffort/pod{UID}/crio-1"), Some("/kubepods")),
+            (
+                format!(
+                    "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{under}.slice/crio-1.scope/container"
+                ),
+                Some("/kubepods.slice"),
+            ),
+            (format!("/kubepods.slice/kubepods-pod{under}.slice/docker-1.scope"), Some("/kubepods.slice")),
+            (format!("/docker/1/kubelet/kubepods/pod{UID}/1"), Some("/docker/1/kubelet/kubepods")),
+            (
+                format!("/system.slice/containerd.service/kubepods-burstable-pod{under}.slice:cri-containerd:1"),
+                Some("/system.slice/containerd.service"),
+            ),
+            (format!("/kubepods-pod{under}.slice:cri-containerd:1"), None),
+            (format!("/system.slice/x-pod{under}.slice:cri-containerd:1"), None),
             (format!("/somewhere/pod{UID}/c"), None),
             (format!("/kubepods/burstable/pod{}/c", &UID[1..]), None),
             ("/kubepods/burstable/podxyz/c".into(), None),

@@ -9,12 +9,13 @@ use super::args::CleanupArgs;
 use super::lock::RunLock;
 use super::procs::Scan;
 use super::record::{Record, Records};
-use super::{AgentError, failed, run_dir_failed};
+use super::{AgentError, annotations, failed, run_dir_failed};
 use crate::capture::netns::Netns;
 use crate::capture::pod_network;
 use crate::capture::programs::Capture;
 use crate::cni;
-use crate::manifests::StatusFolder;
+use crate::kubernetes::{Api, ApiError, SourceKind};
+use crate::manifests::{ObjectName, REDIRECTION, StatusFolder};
 
 /// Removes it all and prints what it removed. A pod whose network cannot be put back is named and does not stop the
 /// rest.
@@ -39,6 +40,9 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
             println!("status of {}/{}: removed", status.pod.namespace, status.pod.name);
         }
     }
+    if let (SourceKind::Kubernetes, Some(node)) = (args.source, &args.node_name) {
+        clear_annotations(args.kubeconfig.as_deref(), node).await?;
+    }
     Capture::remove_all(&args.place.bpf_dir)?;
     println!("capture: removed {}", args.place.bpf_dir.display());
     let scan = Scan::take(Path::new("/proc")).map_err(failed("read the processes of the node"))?;
@@ -52,6 +56,26 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
     }
     std::fs::remove_dir_all(run_dir).map_err(run_dir_failed("remove", run_dir))?;
     println!("run folder: removed {}", run_dir.display());
+    Ok(())
+}
+
+/// Peers no longer take the node's pods for ones of the mesh.
+async fn clear_annotations(kubeconfig: Option<&Path>, node: &str) -> Result<(), AgentError> {
+    let api = Api::connect(kubeconfig).await?;
+    for pod in api.list("/api/v1/pods", &format!("&fieldSelector=spec.nodeName%3D{node}")).await? {
+        let meta = &pod["metadata"];
+        let text = |name: &str| meta[name].as_str().unwrap_or_default();
+        if meta["annotations"][REDIRECTION].is_null() {
+            continue;
+        }
+        let name = ObjectName::new(text("namespace"), text("name"));
+        match annotations::patch(&api, &name, text("uid"), None).await {
+            Ok(()) => println!("annotation of {name}: removed"),
+            // It is gone by now.
+            Err(ApiError::Refused { code: 404 | 409 | 422, .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
     Ok(())
 }
 

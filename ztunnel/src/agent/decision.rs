@@ -13,6 +13,7 @@ use serde::Deserialize;
 
 use super::sandbox::Sandbox;
 use super::selector;
+use crate::manifests::PodRef;
 
 /// What enrolment needs to know of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -110,6 +111,10 @@ impl PodFacts {
         self.sandbox = sandbox;
         self
     }
+
+    pub fn reference(&self) -> PodRef {
+        PodRef { namespace: self.namespace.clone(), name: self.name.clone(), uid: self.uid.clone() }
+    }
 }
 
 impl Rules {
@@ -188,8 +193,8 @@ fn addresses(pod: &Pod) -> Vec<IpAddr> {
 }
 
 const DATAPLANE_MODE: &str = "istio.io/dataplane-mode";
-const SIDECAR: &str = "sidecar.istio.io/status";
-const STATIC_POD: &str = "kubernetes.io/config.hash";
+pub(super) const SIDECAR: &str = "sidecar.istio.io/status";
+pub(super) const STATIC_POD: &str = "kubernetes.io/config.hash";
 
 #[cfg(test)]
 mod tests {

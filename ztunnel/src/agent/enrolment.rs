@@ -15,13 +15,14 @@ use super::metrics::AgentMetrics;
 use super::procs::{self, FindError};
 use super::proxies::{Offer, OfferError, Proxies};
 use super::record::{Record, RecordError, Records};
+use super::report::Reports;
 use super::sandbox::Sandboxes;
 use super::scanner::Scanner;
 use super::verify::{Defect, Part, Subject, Verifier};
 use crate::capture::listeners::{ListenerError, ListenerPorts, PodListeners};
 use crate::capture::netns::{Netns, NetnsId};
 use crate::capture::pod_network::{self, Before, Families, PodNetworkError};
-use crate::manifests::{PodRef, PodStatus, Redirection, StatusError, StatusFolder};
+use crate::manifests::{PodRef, Redirection, StatusError};
 use crate::zds::PodInfo;
 
 /// How far a pod is.
@@ -89,7 +90,7 @@ pub struct Context {
     pub scanner: Scanner,
     pub records: Records,
     pub sandboxes: Sandboxes,
-    pub status: Option<StatusFolder>,
+    pub reports: Reports,
     pub verifier: Verifier,
     pub metrics: Arc<AgentMetrics>,
     pub ports: ListenerPorts,
@@ -154,6 +155,7 @@ impl Context {
             cgroup_uid: facts.cgroup_uid.clone(),
             name: facts.name.clone(),
             namespace: facts.namespace.clone(),
+            service_account: Some(facts.service_account.clone()),
             netns_cookie: netns.cookie(),
             addresses: facts.addresses.clone(),
             before,
@@ -266,28 +268,22 @@ impl Context {
 
     /// `Captured` → `Enrolled`: peers may use HBONE from now on.
     pub fn announce(&self, held: &Held) -> Result<(), Trouble> {
-        self.set_status(&held.record, Redirection::Enabled, String::new())
+        Ok(self.reports.set(held.record.reference(), Redirection::Enabled, "")?)
     }
 
     /// Whether there is a status of the pod.
     pub fn is_announced(&self, uid: &str) -> bool {
-        self.status.as_ref().is_none_or(|folder| folder.path().join(format!("{uid}.yaml")).exists())
+        self.reports.is_set(uid)
     }
 
     /// Tells that a pod is wanted and why it is not there yet. Never takes back that it was captured.
     pub fn announce_pending(&self, facts: &PodFacts, reason: &str) -> Result<(), Trouble> {
-        let Some(folder) = &self.status else { return Ok(()) };
-        let pod = PodRef { namespace: facts.namespace.clone(), name: facts.name.clone(), uid: facts.uid.clone() };
-        let (node, reason) = (self.node.clone(), reason.to_owned());
-        Ok(folder.write(&PodStatus { pod, node, redirection: Redirection::Pending, reason })?)
+        Ok(self.reports.set(facts.reference(), Redirection::Pending, reason)?)
     }
 
     /// `Enrolled` → `Following`: peers stop using HBONE.
-    pub fn renounce(&self, uid: &str) -> Result<(), Trouble> {
-        if let Some(folder) = &self.status {
-            folder.remove(uid)?;
-        }
-        Ok(())
+    pub fn renounce(&self, facts: &PodFacts) -> Result<(), Trouble> {
+        Ok(self.reports.clear(facts)?)
     }
 
     /// `Following` → `Draining`: new connections pass by the proxy.
@@ -324,12 +320,6 @@ impl Context {
     pub fn forget(&self, record: &Record) -> Result<(), Trouble> {
         self.kernel.take(record.netns_cookie, &record.addresses)?;
         Ok(self.records.remove(&record.uid)?)
-    }
-
-    fn set_status(&self, record: &Record, redirection: Redirection, reason: String) -> Result<(), Trouble> {
-        let Some(folder) = &self.status else { return Ok(()) };
-        let pod = PodRef { namespace: record.namespace.clone(), name: record.name.clone(), uid: record.uid.clone() };
-        Ok(folder.write(&PodStatus { pod, node: self.node.clone(), redirection, reason })?)
     }
 }
 
@@ -392,6 +382,24 @@ impl Record {
     /// Namespace and name.
     pub fn pod(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
+    }
+
+    pub fn reference(&self) -> PodRef {
+        PodRef { namespace: self.namespace.clone(), name: self.name.clone(), uid: self.uid.clone() }
+    }
+
+    /// The pod as it was when this was written; nothing if an earlier version wrote too little.
+    pub fn facts(&self) -> Option<PodFacts> {
+        Some(PodFacts {
+            uid: self.uid.clone(),
+            cgroup_uid: self.cgroup_uid.clone(),
+            name: self.name.clone(),
+            namespace: self.namespace.clone(),
+            service_account: self.service_account.clone()?,
+            addresses: self.addresses.clone(),
+            leaving: false,
+            sandbox: None,
+        })
     }
 }
 

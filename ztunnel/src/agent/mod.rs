@@ -3,6 +3,7 @@
 //!
 //! Must never leave a pod half in the mesh without saying so, and never touch pods when it merely ends.
 
+mod annotations;
 mod args;
 mod backlog;
 mod cgroups;
@@ -10,7 +11,9 @@ mod cleanup;
 mod cni;
 mod decision;
 mod enrolment;
+mod events;
 mod exempt;
+mod feed;
 mod kernel;
 mod lock;
 mod metrics;
@@ -20,6 +23,7 @@ mod probe;
 mod procs;
 mod proxies;
 mod record;
+mod report;
 mod sandbox;
 mod scanner;
 mod selector;
@@ -35,7 +39,9 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
-pub use args::{AgentArgs, AgentCommand, AgentConfig, CleanupArgs, PlaceArgs, RunArgs, SettingError, Sizes};
+pub use args::{
+    AgentArgs, AgentCommand, AgentConfig, CleanupArgs, PlaceArgs, RunArgs, SettingError, Sizes, SourceConfig,
+};
 pub use decision::{Decision, Enablement, Exclusion, PodFacts, Rules, decide, facts};
 pub use enrolment::Timings;
 pub use metrics::{PodState, PodView};
@@ -45,22 +51,27 @@ use crate::capture::listeners::ListenerPorts;
 use crate::capture::netns::Netns;
 use crate::capture::programs::{CaptureConfig, CaptureError};
 use crate::cni::install::{self, InstallError, InstallState};
+use crate::kubernetes::{Api, ApiError, ConnectError, Health};
 use crate::lifecycle::{Readiness, raise_descriptor_limit};
-use crate::manifests::{self, Folders, StatusError, StatusFolder, WatchError};
+use crate::manifests::{self, Folders, StatusError, WatchError};
 use crate::telemetry::http::{self, Response, Router};
 use crate::telemetry::log::Logging;
 use crate::telemetry::metrics::Metrics;
 use crate::zds::{Server, ServerConfig, TransportError};
+use annotations::Annotations;
 use cgroups::{CgroupError, CgroupRoot};
 use cni::{CniMetrics, CniServer};
 use enrolment::Context;
+use events::Events;
 use exempt::Exemptions;
+use feed::Feed;
 use kernel::Kernel;
 use lock::RunLock;
 use metrics::AgentMetrics;
 use node::NodeTask;
 use proxies::Proxies;
 use record::{RecordError, Records};
+use report::Reports;
 use sandbox::Sandboxes;
 use scanner::Scanner;
 use verify::Verifier;
@@ -86,6 +97,10 @@ pub enum AgentError {
     Status(#[from] StatusError),
     #[error(transparent)]
     Watch(#[from] WatchError),
+    #[error(transparent)]
+    Kubernetes(#[from] ConnectError),
+    #[error("{0}")]
+    Api(#[from] ApiError),
     #[error("the socket for proxies: {0}")]
     Zds(#[from] TransportError),
     #[error(transparent)]
@@ -139,6 +154,7 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     let kernel = Arc::new(Kernel::open(capture, node::describe_node(own.cookie(), &root, &scan))?);
     let proxies = Proxies::new(kernel.clone(), Exemptions::new(kernel.clone(), root.clone()));
     let metrics = Arc::new(AgentMetrics::default());
+    let (feed, reports) = feed_and_reports(&config).await?;
     let context = Arc::new(Context {
         node: config.node_name.clone(),
         node_netns,
@@ -148,7 +164,7 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
         scanner,
         records: Records::open(config.run_dir.join(RECORDS))?,
         sandboxes: Sandboxes::default(),
-        status: config.status_dir.as_ref().map(StatusFolder::open).transpose()?,
+        reports,
         verifier: Verifier {
             root: root.clone(),
             program: config.program.clone(),
@@ -161,20 +177,18 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
         timings: config.timings,
         slots: Semaphore::new(PODS_AT_A_TIME),
     });
-    // Blocks until the folder has been read once.
-    let folders = Folders { manifests: config.manifests.clone(), status: None };
-    let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
-    let watch = watch.map_err(|error| failed("read the manifests")(io::Error::other(error)))??;
-
     let readiness = Readiness::new();
     let first_look = readiness.pending("pods of the node");
     let self_tested = readiness.pending("self-test of capture");
     let registry = Metrics::new();
     metrics.register(&registry, &proxies, &kernel);
-    let problems = watch.objects();
-    registry.gauge("understory_agent_manifest_problems", "Manifests that cannot be used", move || {
+    let problems = feed.objects();
+    registry.gauge("understory_agent_manifest_problems", "Objects that cannot be used", move || {
         problems.borrow().problems().len() as f64
     });
+    if let Some(health) = feed.health() {
+        health.register(&registry);
+    }
     let admin = http::Server::bind("agent", config.admin_addr)?;
     let admin_addr = admin.local_addr();
     let server = Server::bind(ServerConfig::new(config.zds_sockets.clone()))?;
@@ -185,13 +199,13 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
         &cni_socket,
         context.clone(),
         rules,
-        watch.objects(),
+        feed.objects(),
         readiness.clone(),
         cni_metrics.clone(),
         limit,
     )
     .map_err(|source| AgentError::CniSocket { path: cni_socket, source })?;
-    let node = NodeTask::new(context.clone(), root.clone(), config.rules, watch.objects())?;
+    let node = NodeTask::new(context.clone(), root.clone(), config.rules, feed.objects(), feed.complete())?;
 
     // Before the pods' tasks, whose sweep would take the stand-in for the rest of a pod.
     let tested = self_test(&context).await;
@@ -200,7 +214,23 @@ pub async fn run(config: AgentConfig, stop: impl Future<Output = ()>) -> Result<
     tasks.spawn(scanning);
     tasks.spawn(proxies.clone().serve(server));
     tasks.spawn(backlog::guard(proxies, config.timings.backlog, metrics.clone()));
-    tasks.spawn(admin.serve(pages(registry.clone(), metrics, readiness), std::future::pending()));
+    if let Reports::Kubernetes { annotations, events } = &context.reports {
+        let unwritten = annotations.clone();
+        registry.gauge(
+            "understory_agent_annotations_unwritten",
+            "Pods whose annotation does not say yet what holds",
+            move || unwritten.unwritten() as f64,
+        );
+        let left_out = events.clone();
+        registry.counter(
+            "understory_agent_events_left_out",
+            "Troubles of pods of which no Event tells: too many",
+            move || left_out.left_out(),
+        );
+        tasks.spawn(annotations.clone().keep());
+        tasks.spawn(events.clone().keep());
+    }
+    tasks.spawn(admin.serve(pages(registry.clone(), metrics, readiness, feed.health()), std::future::pending()));
     tasks.spawn(node.run(first_look));
     tasks.spawn(plugin.serve());
     let installed = config.cni_install.map(|install| {
@@ -235,15 +265,48 @@ async fn self_test(context: &Context) -> bool {
     result.is_ok()
 }
 
-fn pages(registry: Arc<Metrics>, metrics: Arc<AgentMetrics>, readiness: Readiness) -> Router {
+/// Where objects come from, and where it is told what becomes of pods. Of a folder all is known after it; of the API
+/// server nothing yet.
+async fn feed_and_reports(config: &AgentConfig) -> Result<(Feed, Reports), AgentError> {
+    match &config.source {
+        SourceConfig::Manifests { folder, status_dir } => {
+            let folders = Folders { manifests: folder.clone(), status: None };
+            let watch = tokio::task::spawn_blocking(move || manifests::watch(folders)).await;
+            let watch = watch.map_err(|error| failed("read the manifests")(io::Error::other(error)))??;
+            let reports = match status_dir {
+                Some(dir) => Reports::folder(dir, &config.node_name)?,
+                None => Reports::Nowhere,
+            };
+            Ok((Feed::Folder(watch), reports))
+        }
+        SourceConfig::Kubernetes { kubeconfig } => {
+            let api = Api::connect(kubeconfig.as_deref()).await?;
+            let feed = Feed::kubernetes(&api, &config.node_name);
+            let annotations = Annotations::new(api.clone(), feed.objects());
+            let events = Arc::new(Events::new(api, config.node_name.clone()));
+            Ok((feed, Reports::Kubernetes { annotations, events }))
+        }
+    }
+}
+
+fn pages(
+    registry: Arc<Metrics>,
+    metrics: Arc<AgentMetrics>,
+    readiness: Readiness,
+    health: Option<Arc<Health>>,
+) -> Router {
     registry
         .pages(Router::new())
         .alive()
-        .get("/readyz", move |_| match readiness.pending_tasks().as_slice() {
-            [] => Response::text(StatusCode::OK, "ready\n"),
-            pending => {
-                let text = format!("not ready, pending: {}\n", pending.join(", "));
-                Response::text(StatusCode::SERVICE_UNAVAILABLE, text)
+        .get("/readyz", move |_| {
+            // What is not as it should be, which need not be in the way.
+            let detail = health.as_ref().map(|health| health.detail()).unwrap_or_default();
+            match readiness.pending_tasks().as_slice() {
+                [] => Response::text(StatusCode::OK, format!("ready\n{detail}")),
+                pending => {
+                    let text = format!("not ready, pending: {}\n{detail}", pending.join(", "));
+                    Response::text(StatusCode::SERVICE_UNAVAILABLE, text)
+                }
             }
         })
         .get("/status", move |_| Response::json(&metrics.views()))

@@ -3,6 +3,7 @@
 //! Reconciles all the time, not only when told; must never sweep away what a running task has just put in place.
 
 use std::collections::{BTreeSet, HashMap};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +28,10 @@ pub struct NodeTask {
     root: CgroupRoot,
     rules: Rules,
     objects: watch::Receiver<Arc<Objects>>,
+    /// Ends when the objects are whole.
+    complete: Pin<Box<dyn Future<Output = ()> + Send>>,
+    /// They are.
+    known: bool,
     wishes: HashMap<String, watch::Sender<Wish>>,
     tasks: JoinSet<String>,
     /// Of pods that an earlier agent worked on and that have no task yet.
@@ -39,9 +44,20 @@ impl NodeTask {
         root: CgroupRoot,
         rules: Rules,
         objects: watch::Receiver<Arc<Objects>>,
+        complete: impl Future<Output = ()> + Send + 'static,
     ) -> Result<NodeTask, RecordError> {
         let records = context.records.all()?.into_iter().map(|record| (record.uid.clone(), record)).collect();
-        Ok(NodeTask { context, root, rules, objects, wishes: HashMap::new(), tasks: JoinSet::new(), records })
+        Ok(NodeTask {
+            context,
+            root,
+            rules,
+            objects,
+            complete: Box::pin(complete),
+            known: false,
+            wishes: HashMap::new(),
+            tasks: JoinSet::new(),
+            records,
+        })
     }
 
     /// Runs for ever. Dropping the future ends all tasks and leaves the pods as they are.
@@ -53,11 +69,22 @@ impl NodeTask {
         };
         let (mut reconcile, mut sweep) = (every(RECONCILE), every(SWEEP));
         let mut sandboxes = self.context.sandboxes.changes();
-        self.reconcile();
+        if tokio::time::timeout(PATIENCE, &mut self.complete).await.is_ok() {
+            self.known = true;
+            self.reconcile();
+        } else {
+            self.go_by_records();
+        }
         self.context.proxies.set_complete();
-        first_look.done();
+        let mut first_look = Some(first_look);
         loop {
+            if self.known
+                && let Some(first_look) = first_look.take()
+            {
+                first_look.done();
+            }
             tokio::select! {
+                () = &mut self.complete, if !self.known => self.known = true,
                 changed = self.objects.changed() => if changed.is_err() {
                     warn!("the source of objects has ended, nothing new will be heard");
                     tokio::time::sleep(RECONCILE).await;
@@ -72,12 +99,31 @@ impl NodeTask {
                 Ok(()) = sandboxes.changed() => {}
                 _ = reconcile.tick() => {}
                 _ = sweep.tick() => {
-                    self.reconcile();
-                    self.context.sandboxes.keep_pods(|uid| self.wishes.contains_key(uid));
+                    if self.known {
+                        self.reconcile();
+                        self.context.sandboxes.keep_pods(|uid| self.wishes.contains_key(uid));
+                    }
                     self.sweep().await;
                 }
             }
-            self.reconcile();
+            if self.known {
+                self.reconcile();
+            }
+        }
+    }
+
+    /// Takes up the pods that an earlier agent had in the mesh, as it left them. Who else is to get in or out is not known
+    /// yet.
+    fn go_by_records(&mut self) {
+        warn!(
+            pods = self.records.len(),
+            "which pods there are is not known yet: those of the record are kept as they are"
+        );
+        for (uid, record) in self.records.clone() {
+            match record.facts() {
+                Some(facts) => self.tell(&uid, Wish::Pod(facts, Decision::In)),
+                None => self.context.proxies.keep(&uid),
+            }
         }
     }
 
@@ -157,7 +203,7 @@ impl NodeTask {
         }
         // While a pod is on its way, what the kernel knows and no record tells of may be that pod's: its record may be
         // lost, and without capture it would speak in the clear. Another version captures its pods until they are ours.
-        if self.context.metrics.all_settled(self.wishes.len()) {
+        if self.known && self.context.metrics.all_settled(self.wishes.len()) {
             if let Err(error) = self.sweep_kernel() {
                 warn!(%error, "what is left of former pods could not be removed");
             }
@@ -165,7 +211,9 @@ impl NodeTask {
                 warn!(%error, "the pins of other versions could not be removed");
             }
         }
-        self.sweep_status();
+        if self.known {
+            self.context.reports.sweep(|uid| self.wishes.contains_key(uid));
+        }
         self.context.proxies.sweep_exemptions();
         let scan = self.context.scanner.within(SWEEP).await;
         let netns = self.context.node_cookie;
@@ -185,24 +233,6 @@ impl NodeTask {
         }
         Ok(())
     }
-
-    fn sweep_status(&self) {
-        let Some(folder) = &self.context.status else { return };
-        match folder.of_node(&self.context.node) {
-            Ok(statuses) => {
-                for uid in statuses.into_iter().map(|status| status.pod.uid) {
-                    if self.wishes.contains_key(&uid) {
-                        continue;
-                    }
-                    match folder.remove(&uid) {
-                        Ok(_) => info!(uid, "the status of a former pod is removed"),
-                        Err(error) => warn!(uid, %error, "the status of a former pod cannot be removed"),
-                    }
-                }
-            }
-            Err(error) => warn!(%error, "the status files cannot be read"),
-        }
-    }
 }
 
 /// What the programs need to know of the node.
@@ -215,6 +245,8 @@ pub fn describe_node(netns: u64, root: &CgroupRoot, scan: &Scan) -> ebpf::Node {
     ebpf::Node { netns, kubepods, kubepods_level, _pad: 0 }
 }
 
+/// How long the first reading of all objects may take before the record is gone by.
+const PATIENCE: Duration = Duration::from_secs(3);
 const RECONCILE: Duration = Duration::from_secs(5);
 const SWEEP: Duration = Duration::from_secs(30);
 /// Where kubelet keeps pods, by driver and distribution, until a pod shows it.

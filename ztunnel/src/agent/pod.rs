@@ -160,6 +160,7 @@ impl PodTask {
         if self.has_moved(facts).await {
             info!(pod = format!("{}/{}", facts.namespace, facts.name), "the pod has another network than before");
             self.bury().await?;
+            context.renounce(facts)?;
         }
         match &self.stage {
             Stage::Out if facts.leaving && self.record.is_none() => return Ok(Next::Idle),
@@ -285,6 +286,12 @@ impl PodTask {
             debug!(pod = name, uid, stage = self.stage.name(), reason = text, "a step of the pod's enrolment failed");
         }
         if let Wish::Pod(facts, Decision::In) = wish
+            && !early
+            && self.is_worth_an_event(trouble)
+        {
+            context.reports.capture_failed(facts, &text);
+        }
+        if let Wish::Pod(facts, Decision::In) = wish
             && new
             && !self.was_announced()
             && let Err(error) = context.announce_pending(facts, &text)
@@ -297,6 +304,15 @@ impl PodTask {
         let wait = first.saturating_mul(1 << self.failures.min(16)).min(longest);
         self.failures += 1;
         Next::After(wait)
+    }
+
+    /// A pod without an address is only being made, and whether a captured one is served is the proxy's affair.
+    fn is_worth_an_event(&self, trouble: &Trouble) -> bool {
+        match trouble {
+            Trouble::NoAddress => false,
+            Trouble::Proxy(_) => !self.was_announced(),
+            _ => true,
+        }
     }
 
     /// Peers were told that the pod is in the mesh.

@@ -19,6 +19,9 @@ pub struct Record {
     pub cgroup_uid: String,
     pub name: String,
     pub namespace: String,
+    /// Earlier versions did not write it down.
+    #[serde(default)]
+    pub service_account: Option<String>,
     /// Which namespace it was done to.
     pub netns_cookie: u64,
     pub addresses: Vec<IpAddr>,
@@ -125,6 +128,7 @@ mod tests {
             cgroup_uid: "u".into(),
             name: "a".into(),
             namespace: "shop".into(),
+            service_account: Some("cart".into()),
             netns_cookie: 4711,
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
             before: Before {

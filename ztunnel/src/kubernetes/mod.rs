@@ -14,4 +14,4 @@ mod tests;
 pub use api::{Api, ApiError, ConnectError};
 pub use health::{Health, State};
 pub use kind::{Kind, Place};
-pub use source::{Reader, Source, Wanted};
+pub use source::{Reader, Source, SourceKind, Wanted};

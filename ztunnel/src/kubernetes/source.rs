@@ -12,6 +12,15 @@ use super::health::Health;
 use super::kind::Kind;
 use crate::manifests::{Object, Objects};
 
+/// Where a program takes the cluster's objects from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SourceKind {
+    /// A folder of manifests.
+    Manifests,
+    /// The API server.
+    Kubernetes,
+}
+
 /// The objects of a cluster, kept up to date until it is dropped.
 #[derive(Debug)]
 pub struct Source {

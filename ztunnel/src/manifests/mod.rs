@@ -26,6 +26,7 @@ pub use entries::{
 };
 pub use files::Files;
 pub use locate::FieldPath;
+pub(crate) use objects::REDIRECTION;
 pub use objects::{Changes, Object, ObjectKey, ObjectName, Objects, Problem};
 pub use security::{SecurityKind, SecurityPolicy};
 pub use status::{PodRef, PodStatus, Redirection, StatusError, StatusFolder};

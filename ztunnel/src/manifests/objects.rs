@@ -378,4 +378,4 @@ fn changed<K: Ord + Clone, T: PartialEq>(older: &OrdMap<K, Arc<T>>, newer: &OrdM
     older.diff(newer).map(key).collect()
 }
 
-const REDIRECTION: &str = "ambient.istio.io/redirection";
+pub(crate) const REDIRECTION: &str = "ambient.istio.io/redirection";

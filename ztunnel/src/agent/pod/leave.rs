@@ -25,7 +25,7 @@ impl PodTask {
             },
             Stage::Out => {
                 self.leave_proxies().await;
-                context.renounce(&self.uid)?;
+                context.renounce(facts)?;
                 return Ok(Next::Idle);
             }
             Stage::Found(netns) if self.record.is_some() => {
@@ -50,7 +50,7 @@ impl PodTask {
                 self.stage.advance(Stage::Served);
             }
             Stage::Captured(held) | Stage::Enrolled(held) => {
-                context.renounce(&self.uid)?;
+                context.renounce(facts)?;
                 info!(pod = held.record.pod(), "the pod leaves the mesh: peers are to follow");
                 let until = Instant::now() + context.timings.follow;
                 self.stage.advance(|held| Stage::Following(held, until));
@@ -119,7 +119,7 @@ impl PodTask {
     /// The pod is gone, or in another namespace: undoes everything at once.
     pub(super) async fn bury(&mut self) -> Result<(), Trouble> {
         let context = self.context.clone();
-        context.renounce(&self.uid)?;
+        context.reports.forget(&self.uid)?;
         if let Some(record) = &self.record {
             context.forget(record)?;
         }

@@ -56,6 +56,31 @@ pub fn binaries(profile: Profile) -> Result<()> {
     Ok(())
 }
 
+/// What images are built for.
+pub const TARGET: &str =
+    if cfg!(target_arch = "aarch64") { "aarch64-unknown-linux-gnu" } else { "x86_64-unknown-linux-gnu" };
+
+/// Builds packages' binaries so that they need nothing of the system that they run on: of a CNI plugin nobody knows
+/// which C library is there. Returns where they are.
+pub fn statically(profile: Profile, packages: &[&str]) -> Result<PathBuf> {
+    let mut args = vec!["build", "--locked", "--bins", "--target", TARGET];
+    args.extend(packages.iter().flat_map(|package| ["-p", package]));
+    if let Profile::Release = profile {
+        args.push("--release");
+    }
+    let mut command = cargo(&args);
+    // Paths of this machine would be in the programs otherwise.
+    let flags = format!("-C target-feature=+crt-static --remap-path-prefix={}=.", root().display());
+    let status = command.env("RUSTFLAGS", flags).status().context("start cargo")?;
+    if interrupted() {
+        bail!("interrupted");
+    }
+    if !status.success() {
+        bail!("cargo {} failed ({status})", args.join(" "));
+    }
+    Ok(target_dir()?.join(TARGET).join(profile.dir()))
+}
+
 /// Runs a binary of the workspace to its end. If this process is ended meanwhile, the binary is told to end as well.
 pub fn run(name: &str, profile: Profile, args: &[&str]) -> Result<ExitCode> {
     let path = target_dir()?.join(profile.dir()).join(name);

@@ -1,4 +1,4 @@
-//! The project's build tool: `cargo xtask setup | demo | test | bench | fuzz | ebpf`.
+//! The project's build tool: `cargo xtask setup | demo | test | bench | fuzz | image | ebpf`.
 //!
 //! Must never need anything but rustup's stable toolchain and Debian's packages, and says which of those is missing.
 
@@ -7,6 +7,7 @@ mod check;
 mod ebpf;
 mod fuzz;
 mod golang;
+mod image;
 mod kubernetes;
 mod packages;
 mod preflight;
@@ -44,6 +45,15 @@ enum Command {
         /// Only check that the committed object is what its source says
         #[arg(long)]
         check: bool,
+    },
+    /// Build the image that the Helm chart installs, for this machine's kind of processor, and its bill of materials
+    Image {
+        /// The file that is written: an OCI layout, which containerd, podman and docker load
+        #[arg(long, value_name = "FILE", default_value_os_t = image::default_output())]
+        output: std::path::PathBuf,
+        /// Build without optimisation, to try
+        #[arg(long)]
+        dev: bool,
     },
     /// Look for inputs from the network that break what must hold of them; the last line says what was found
     Fuzz {
@@ -94,6 +104,11 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Ebpf { check } => {
             ebpf::run(build::root(), check)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Image { output, dev } => {
+            packages::install(packages::DEMO)?;
+            image::run(&output, if dev { build::Profile::Dev } else { build::Profile::Release })?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Fuzz { target, seconds } => fuzz::run(target, seconds),

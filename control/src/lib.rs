@@ -17,4 +17,5 @@ pub mod serve;
 pub mod settings;
 pub mod tls;
 pub mod tokens;
+pub mod uninstall;
 pub mod xds;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use control::serve::Control;
 use control::settings::{CheckArgs, Cli, Command, ServeArgs};
+use control::uninstall::UninstallArgs;
 use ztunnel::lifecycle::{Shutdown, raise_descriptor_limit};
 use ztunnel::telemetry::log::Logging;
 
@@ -15,6 +16,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve(*args).map(|()| ExitCode::SUCCESS),
         Command::Ca(command) => command.run(),
         Command::Check(args) => return check(&args),
+        Command::Uninstall(args) => uninstall(&args).map(|()| ExitCode::SUCCESS),
     };
     match done {
         Ok(code) => code,
@@ -50,6 +52,11 @@ fn serve(args: ServeArgs) -> anyhow::Result<()> {
     });
     logging.flush(LOG_FLUSH);
     Ok(result?)
+}
+
+fn uninstall(args: &UninstallArgs) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    Ok(runtime.block_on(control::uninstall::run(args))?)
 }
 
 const WORKERS: usize = 2;

@@ -430,7 +430,7 @@ mod tests {
             let args = args.into_iter().chain([policies.as_str(), "--ca-dir", "/x", "--service-account-key", "/x"]);
             match Cli::try_parse_from(args).unwrap().command {
                 Command::Serve(args) => policy_statuses(&args).map_err(|e| e.to_string()),
-                Command::Check(_) | Command::Ca(_) => unreachable!("serve was asked for"),
+                Command::Check(_) | Command::Ca(_) | Command::Uninstall(_) => unreachable!("serve was asked for"),
             }
         };
         for (folder, setting) in

@@ -12,6 +12,7 @@ use ztunnel::kubernetes::SourceKind;
 use ztunnel::telemetry::log::{Format, Levels};
 
 use crate::ca_command::CaCommand;
+use crate::uninstall::UninstallArgs;
 
 /// The control plane for clusters without istiod.
 #[derive(Debug, Parser)]
@@ -33,6 +34,8 @@ pub enum Command {
     /// Exit code: 0 if all is enforced at least as strictly as it is written, 1 if something is not understood, ignored
     /// or cannot be read, 2 for wrong arguments.
     Check(CheckArgs),
+    /// Takes all nodes out of the mesh, before the chart is removed; its uninstall hook runs this
+    Uninstall(UninstallArgs),
 }
 
 /// Flags of `control check`.
@@ -270,7 +273,7 @@ fn trust_domain(text: &str) -> Result<TrustDomain, String> {
     identity.map(|id| id.trust_domain().clone()).map_err(|_| "expected a domain such as cluster.local".into())
 }
 
-fn hostname(text: &str) -> Result<String, String> {
+pub fn hostname(text: &str) -> Result<String, String> {
     let is_label = |label: &str| {
         let inner = label.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
         (1..=63).contains(&label.len()) && inner && !label.starts_with('-') && !label.ends_with('-')

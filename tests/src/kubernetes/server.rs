@@ -133,7 +133,12 @@ impl ApiServer {
     /// Runs helm as admin to its end, also where it fails.
     #[track_caller]
     pub fn try_helm(&self, args: &[&str]) -> Output {
-        self.client("helm", &self.kubeconfig()).args(args).output().unwrap_or_else(|e| panic!("start helm: {e}"))
+        self.helm_command().args(args).output().unwrap_or_else(|e| panic!("start helm: {e}"))
+    }
+
+    /// helm as admin, to be run in other ways.
+    pub fn helm_command(&self) -> Command {
+        self.client("helm", &self.kubeconfig())
     }
 
     /// Creates or changes what the manifests say (YAML or JSON, any number of documents), with server-side apply.

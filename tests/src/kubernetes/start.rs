@@ -34,7 +34,7 @@ const OWN_SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
 const READY: Duration = Duration::from_secs(120);
 
 const CONTROLLERS: &str = "namespace-controller,serviceaccount-controller,root-ca-certificate-publisher-controller,\
-     endpointslice-controller,deployment-controller,replicaset-controller,garbage-collector-controller";
+     endpointslice-controller,deployment-controller,replicaset-controller,job-controller,garbage-collector-controller";
 
 /// In a network namespace of its own.
 pub(super) fn alone() -> ApiServer {

@@ -50,7 +50,7 @@ impl CaSecret {
         let mut told = false;
         loop {
             match self.try_open(&settings).await {
-                Err(error) if error.may_pass() => {
+                Err(error) if error.may_pass() || self.api_server_starts().await => {
                     if !told {
                         tracing::warn!(%error, "the authority cannot be read yet, it is tried again and again");
                     }
@@ -60,6 +60,11 @@ impl CaSecret {
                 done => return done,
             }
         }
+    }
+
+    /// Until it has read who may do what, it refuses everything.
+    async fn api_server_starts(&self) -> bool {
+        self.api.text("/readyz").await.is_err()
     }
 
     async fn try_open(&self, settings: &CaSettings) -> Result<Ca, CaSecretError> {

@@ -185,7 +185,7 @@ fn what_is_known_is_served_while_the_api_server_is_slow_away_or_forgetful() {
     shop.run_pod("after-ice", "node-a", "10.244.0.10", &[]);
     control.wait_served(&uid("after-ice"), |_| true);
 
-    // It is away.
+    // It is away. One that starts meanwhile serves nobody until it is there.
     server.apiserver.kill9();
     wait_for("it to be said", || {
         let page = control.readiness();
@@ -193,9 +193,13 @@ fn what_is_known_is_served_while_the_api_server_is_slow_away_or_forgetful() {
         (page.body.contains("Pod: as known ") && page.body.contains("cannot be reached")).then_some(())
     });
     assert!(control.served(&web).is_some());
+    let late = control.another("late");
+    wait_for("the late one to wait", || late.daemon().log().contains("cannot be read yet").then_some(()));
     server.start_apiserver();
     shop.run_pod("after-away", "node-a", "10.244.0.11", &[]);
     control.wait_served(&uid("after-away"), |_| true);
+    late.wait_ready();
+    late.wait_served(&uid("after-away"), |_| true);
     heard();
 
     // It comes back without the changes that control has missed: all is read again.

@@ -30,13 +30,22 @@ impl<'a> Replica<'a> {
     pub fn start(server: &'a ApiServer, system: &Namespace<'_>, name: &str) -> Self {
         let account = system.account("control");
         server.apply(&ROLE.replace("{{ .Release.Namespace }}", system.name()));
+        Self::with(server, account.kubeconfig(), system.name().to_owned(), name)
+    }
+
+    /// Starts another one beside this one, for which the API server need not be there.
+    pub fn another(&self, name: &str) -> Self {
+        Self::with(self.server, self.kubeconfig.clone(), self.system.clone(), name)
+    }
+
+    fn with(server: &'a ApiServer, kubeconfig: PathBuf, system: String, name: &str) -> Self {
         static PORTS: AtomicU16 = AtomicU16::new(15_100);
         let port = PORTS.fetch_add(2, Ordering::Relaxed);
         let replica = Self {
             server,
             daemon: Daemon::new(name, &server.path("../logs")),
-            kubeconfig: account.kubeconfig(),
-            system: system.name().to_owned(),
+            kubeconfig,
+            system,
             name: name.to_owned(),
             listen: (Ipv4Addr::LOCALHOST, port).into(),
             admin: (Ipv4Addr::LOCALHOST, port + 1).into(),

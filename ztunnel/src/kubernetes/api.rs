@@ -94,7 +94,7 @@ impl Api {
     }
 
     /// What a path holds, as text.
-    pub(super) async fn text(&self, path: &str) -> Result<String, ApiError> {
+    pub async fn text(&self, path: &str) -> Result<String, ApiError> {
         self.send(Method::GET, path, JSON, Vec::new()).await
     }
 

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
@@ -43,14 +43,23 @@ impl CaSecretError {
     }
 }
 
+impl CaSecretError {
+    fn is_forbidden(&self) -> bool {
+        matches!(self, Self::Api { source: ApiError::Refused { code: 401 | 403, .. }, .. })
+    }
+}
+
 impl CaSecret {
     /// Opens the authority that is in the Secret; if there is none, makes a root and puts it there. Waits while the API
     /// server is away.
     pub async fn open(&self, settings: CaSettings) -> Result<Ca, CaSecretError> {
-        let mut told = false;
+        let (mut told, begun) = (false, Instant::now());
         loop {
             match self.try_open(&settings).await {
-                Err(error) if error.may_pass() || self.api_server_starts().await => {
+                Err(error)
+                    if error.may_pass()
+                        || (error.is_forbidden() && begun.elapsed() < STARTS && self.api_server_starts().await) =>
+                {
                     if !told {
                         tracing::warn!(%error, "the authority cannot be read yet, it is tried again and again");
                     }
@@ -64,7 +73,12 @@ impl CaSecret {
 
     /// Until it has read who may do what, it refuses everything.
     async fn api_server_starts(&self) -> bool {
-        self.api.text("/readyz").await.is_err()
+        match self.api.text("/readyz").await {
+            // With its own roles unread, this is forbidden too.
+            Err(ApiError::Refused { code, .. }) => code >= 500 || matches!(code, 401 | 403),
+            Err(ApiError::Away(_) | ApiError::Slow(_)) => true,
+            Err(ApiError::Unreadable(_)) | Ok(_) => false,
+        }
     }
 
     async fn try_open(&self, settings: &CaSettings) -> Result<Ca, CaSecretError> {
@@ -205,6 +219,8 @@ const FILES: [&str; 5] = ["root-key.pem", "ca-key.pem", "ca-cert.pem", "cert-cha
 /// Bytes; a Secret cannot hold more.
 const MAX_FILE: usize = 1 << 20;
 const RETRY: Duration = Duration::from_secs(2);
+/// An API server that starts takes no longer.
+const STARTS: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

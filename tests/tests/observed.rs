@@ -151,12 +151,17 @@ fn metric_series_of_a_workload_that_is_gone_expire() {
     shop.mesh().wait_in_mesh(&[&guest]);
     let mut stays = shop.client.connect(shop.far.at(8080)).expect("connect");
     stays.ask(b"of a workload that stays");
-    guest.connect(shop.far.at(8080)).expect("connect").ask(b"of one that leaves");
+    let mut leaves = guest.connect(shop.far.at(8080)).expect("connect");
+    leaves.ask(b"of one that leaves");
     let series = |node: usize, workload: &str| {
         let metrics = shop.mesh().node(node).proxy_metrics();
         let of = |sample: &&testbed::Sample| sample.labels.iter().any(|(k, v)| k == "source_workload" && v == workload);
         metrics.samples().iter().filter(of).count()
     };
+    for node in [0, 1] {
+        wait_for("the series of the guest", || (series(node, "guest") > 0).then_some(()));
+    }
+    drop(leaves);
     guest.delete();
     for node in [0, 1] {
         wait_for("the series of the guest to expire", || (series(node, "guest") == 0).then_some(()));

@@ -89,7 +89,13 @@ pub(super) fn from_workload_entry(
 pub(super) fn hosts(entry: &ServiceEntry) -> impl Iterator<Item = Arc<str>> {
     let to_nobody = entry.spec.export_to.iter().any(|to| to == "~");
     let hosts = entry.spec.hosts.iter().filter(|host| !to_nobody && host_problem(entry, host).is_none());
-    hosts.map(|host| host.to_ascii_lowercase().into()).collect::<BTreeSet<Arc<str>>>().into_iter()
+    let hosts: BTreeSet<Arc<str>> = hosts.map(|host| host.to_ascii_lowercase().into()).collect();
+    hosts.into_iter().take(most_hosts(entry))
+}
+
+/// Each workload behind an entry carries each of its ports for each of its hosts.
+fn most_hosts(entry: &ServiceEntry) -> usize {
+    MAX_PORTS_BEHIND / entry.spec.ports.len().max(1)
 }
 
 /// Whether only its own namespace may use it.
@@ -125,6 +131,16 @@ pub(super) fn allocated<'a>(entry: &'a ServiceEntry, host: &'a str) -> impl Iter
     of_host.filter_map(|address| address.value.parse().ok())
 }
 
+/// Whether it names one of these addresses as its own.
+pub(super) fn claims_one_of(entry: &ServiceEntry, addresses: &BTreeSet<IpAddr>) -> bool {
+    let alone = |text: &String| match text.parse::<IpNet>() {
+        Ok(range) => (range.prefix_len() == range.max_prefix_len()).then_some(range.addr()),
+        Err(_) => text.parse().ok(),
+    };
+    let written = entry.status.addresses.iter().map(|address| &address.value);
+    entry.spec.addresses.iter().chain(written).filter_map(alone).any(|address| addresses.contains(&address))
+}
+
 /// The ports of a workload behind it. `named` finds the workload's own port by the name of the service's.
 pub(super) fn ports(entry: &ServiceEntry, named: impl Fn(&str) -> Option<u16>) -> wire::PortList {
     let port = |port: &EntryPort| {
@@ -139,6 +155,10 @@ pub(super) fn ports(entry: &ServiceEntry, named: impl Fn(&str) -> Option<u16>) -
 /// What of it is left out, in words.
 fn unusable(entry: &ServiceEntry, problems: &mut Problems) {
     problems.extend(entry.spec.hosts.iter().filter_map(|host| host_problem(entry, host)));
+    let (hosts, ports, most) = (entry.spec.hosts.len(), entry.spec.ports.len(), most_hosts(entry));
+    if hosts > most {
+        problems.push(format!("{hosts} hosts with {ports} ports each are too many, those beyond {most} are left out"));
+    }
     let own = entry.metadata.namespace.as_deref().unwrap_or_default();
     let known = |to: &String| ["*", ".", "~", own].contains(&to.as_str());
     if !entry.spec.export_to.iter().all(known) {
@@ -170,6 +190,10 @@ fn addresses(context: &Context<'_>, entry: &ServiceEntry, problems: &mut Problem
         };
         let range = range.trunc();
         let whole = range.prefix_len() == range.max_prefix_len();
+        if let Some(service) = context.links.service_at(range.addr()).filter(|_| whole) {
+            problems.push(format!("address {text:?} is that of Service {service}, it is left out"));
+            continue;
+        }
         addresses.push(network_address(context, range.addr(), (!whole).then(|| range.prefix_len().into())));
     }
     addresses
@@ -186,7 +210,8 @@ fn virtual_addresses(
     if entry.spec.resolution == Resolution::None || !entry.spec.addresses.is_empty() {
         return Vec::new();
     }
-    let set_aside: Vec<_> = allocated(entry, host).map(|address| network_address(context, address, None)).collect();
+    let set_aside = allocated(entry, host).filter(|address| context.links.service_at(*address).is_none());
+    let set_aside: Vec<_> = set_aside.map(|address| network_address(context, address, None)).collect();
     if !set_aside.is_empty() {
         return set_aside;
     }
@@ -268,7 +293,13 @@ fn endpoints(
             workloads.extend(found.map(|w| (uid(host), wire::Workload { uid: uid(host), services, ..w })));
         }
     }
-    for endpoint in &spec.endpoints {
+    let most = MAX_PORTS_OF_ENDPOINTS / (hosts.len() * spec.ports.len()).max(1);
+    if spec.endpoints.len() > most {
+        let all = spec.endpoints.len();
+        problems
+            .push(format!("{all} endpoints are too many for its hosts and ports, those beyond {most} are left out"));
+    }
+    for endpoint in spec.endpoints.iter().take(most) {
         if !by_name && endpoint.address.parse::<IpAddr>().is_err() {
             problems.push(format!("endpoint {:?}: an address is expected with this resolution", endpoint.address));
             continue;
@@ -348,3 +379,8 @@ fn named(spec: &WorkloadEntrySpec, port: &str) -> Option<u16> {
 fn number(number: u32) -> Option<u16> {
     u16::try_from(number).ok().filter(|port| *port != 0)
 }
+
+/// Ports of all hosts of an entry, at each workload behind it.
+const MAX_PORTS_BEHIND: usize = 1 << 10;
+/// The same at all endpoints that an entry gives itself.
+const MAX_PORTS_OF_ENDPOINTS: usize = 1 << 17;

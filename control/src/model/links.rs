@@ -3,6 +3,7 @@
 //! Must never leave out what a change touches; what it adds needlessly costs time and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Node, Pod};
@@ -21,6 +22,8 @@ pub(super) struct Links {
     slices_of: HashMap<ObjectName, BTreeSet<ObjectName>>,
     /// Slices by the pods that they name.
     slices_with: HashMap<ObjectName, BTreeSet<ObjectName>>,
+    /// Services by their virtual addresses.
+    services_at: HashMap<IpAddr, BTreeSet<ObjectName>>,
 }
 
 /// What must be worked out again.
@@ -48,7 +51,20 @@ impl Links {
         self.slices_with.get(&ObjectName::new(namespace, pod)).into_iter().flatten()
     }
 
+    /// The Service that has a virtual address.
+    pub fn service_at(&self, address: IpAddr) -> Option<&ObjectName> {
+        self.services_at.get(&address)?.first()
+    }
+
     pub fn follow(&mut self, step: &Step<'_>) {
+        for name in &step.changes.services {
+            for address in step.older.services.get(name).into_iter().flat_map(|s| service::addresses(s)) {
+                unlink(&mut self.services_at, &address, name);
+            }
+            for address in step.newer.services.get(name).into_iter().flat_map(|s| service::addresses(s)) {
+                self.services_at.entry(address).or_default().insert(name.clone());
+            }
+        }
         for name in &step.changes.pods {
             if let Some(node) = step.older.pods.get(name).and_then(|p| node_of(p)) {
                 unlink(&mut self.pods_on, &Arc::from(node), name);
@@ -110,7 +126,13 @@ impl Links {
             for service in [older, newer].into_iter().filter_map(|o| o.services.get(name)) {
                 touched.selected(newer, &name.namespace, |labels| service::selects(service, labels));
             }
-            // It takes its host name from whoever gave it before, and leaves it to them.
+            // It takes its address and its host name from whoever gave them before, and leaves them to them.
+            let at = |objects: &Objects| objects.services.get(name).map(|s| service::addresses(s)).unwrap_or_default();
+            let moved: BTreeSet<IpAddr> = at(older).symmetric_difference(&at(newer)).copied().collect();
+            if !moved.is_empty() {
+                let concerned = newer.service_entries.iter().filter(|(_, e)| entry::claims_one_of(e, &moved));
+                touched.service_entries.extend(concerned.map(|(name, _)| name.clone()));
+            }
             for claimant in hosts.claimants(&settings.hostname(&name.name, &name.namespace)) {
                 touched.service_entry(claimant, step);
             }

@@ -1,6 +1,6 @@
 //! From a Kubernetes Service to the service that proxies see.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Service, ServicePort};
@@ -85,6 +85,11 @@ pub(super) fn selects(service: &Service, labels: &BTreeMap<String, String>) -> b
 pub(super) fn tcp_ports(service: &Service) -> impl Iterator<Item = &ServicePort> {
     let ports = service.spec.as_ref().and_then(|s| s.ports.as_deref()).unwrap_or_default();
     ports.iter().filter(|p| p.protocol.as_deref().is_none_or(|p| p == "TCP"))
+}
+
+/// Its virtual addresses, those that are addresses.
+pub(super) fn addresses(service: &Service) -> BTreeSet<IpAddr> {
+    cluster_ips(service).into_iter().filter_map(|text| text.parse().ok()).collect()
 }
 
 /// `None` and empty stand for a headless service.

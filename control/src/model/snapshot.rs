@@ -98,6 +98,8 @@ pub enum Set {
 #[derive(Debug, Default)]
 pub struct Resolved {
     pub resources: Vec<Arc<Resource>>,
+    /// One of them is just what was asked for, not a range around it.
+    pub is_exact: bool,
     /// The services among them: all their workloads belong to the answer.
     pub services: Vec<Arc<str>>,
 }
@@ -126,18 +128,19 @@ impl Snapshot {
     }
 
     /// Finds what a name stands for: a resource's own name first, then a workload's address, then a service's. Services
-    /// with ranges around the address come along.
+    /// with ranges around the address come along, which does not make it exact.
     pub fn resolve(&self, set: Set, name: &str) -> Resolved {
         let mut resolved = Resolved::default();
         if let Some(resource) = self.get(set, name) {
             resolved.resources.push(resource.clone());
+            resolved.is_exact = true;
         } else if set != Set::Authorizations {
             let found = self.by_alias.get(name).into_iter().flatten().filter_map(|name| self.get(set, name));
             let (workloads, services): (Vec<_>, Vec<_>) = found.cloned().partition(|r| r.kind == Kind::Workload);
             resolved.resources = if workloads.is_empty() { services } else { workloads };
-            let exact = resolved.resources.iter().any(|r| r.kind == Kind::Service);
-            // An address counts before a range, a range before a workload (mesh::Snapshot::service_at).
-            let in_range = self.ranged.values().filter(|r| !exact && set.has(r) && r.has_in_range(name));
+            resolved.is_exact = !resolved.resources.is_empty();
+            // Ranges count where nobody has the address itself (mesh::Snapshot::service_at).
+            let in_range = self.ranged.values().filter(|r| !resolved.is_exact && set.has(r) && r.has_in_range(name));
             resolved.resources.extend(in_range.cloned());
         }
         let services = resolved.resources.iter().filter(|r| r.kind == Kind::Service);

@@ -162,7 +162,8 @@ impl Subscription {
         let mut removed = Vec::new();
         for name in &self.names {
             let resolved = self.seen.resolve(self.set, name);
-            if resolved.resources.is_empty() {
+            if !resolved.is_exact {
+                // Also where a range is told: then who asks knows that nobody has the address itself.
                 removed.push(name.to_string());
             }
             for resource in resolved.resources {
@@ -200,7 +201,7 @@ impl Subscription {
         let mut removed = Vec::new();
         for name in asked.iter().filter(|n| *n != ALL) {
             let resolved = self.seen.resolve(self.set, name);
-            if resolved.resources.is_empty() {
+            if !resolved.is_exact {
                 removed.push(name.clone());
             }
             for resource in resolved.resources {
@@ -299,11 +300,11 @@ impl Demand {
             }
         }
         for name in doubtful {
-            let resolved = newer.resolve(set, &name).resources;
-            if resolved.is_empty() {
+            let resolved = newer.resolve(set, &name);
+            if !resolved.is_exact {
                 removed.push(name.to_string());
             }
-            for resource in resolved {
+            for resource in resolved.resources {
                 if self.held.contains_key(&resource.name) {
                     continue;
                 }

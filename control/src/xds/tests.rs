@@ -142,18 +142,24 @@ fn an_address_in_a_range_of_a_service_brings_the_service() {
     assert_eq!((told(&answer).0, told(&answer).1), (both, vec![]));
     let wire = answer.resources[1].to_wire(Set::Addresses, true, |_| true);
     assert_eq!((wire.name.as_str(), wire.aliases), (service, vec!["/10.9.0.0/16".into(), "/fd09::/64".into()]));
-    // The same for who asks later, and for a pod's address in the range.
+    // The same for who asks later, and hears that nobody has the address itself.
     let all = ["a", "b", "192.0.2.7", "api.example.com"];
     for name in ["/10.9.1.2", "/fd09::7", "/10.9.0.0/16"] {
-        assert_eq!(told(&open(&["*", name], &["*"], &[], &cluster.snapshot()).1).0, all, "{name}");
+        let removed = if name.ends_with("/16") { vec![] } else { vec![name] };
+        let answer = open(&["*", name], &["*"], &[], &cluster.snapshot()).1;
+        assert_eq!((told(&answer).0.as_slice(), told(&answer).1), (&all[..], removed));
+        let answer = stream.take(&request(&[name], &[], &[])).unwrap().unwrap();
+        assert_eq!(told(&answer).1, told(&open(&["*", name], &["*"], &[], &cluster.snapshot()).1).1);
     }
     let elsewhere = json!({"spec": {"nodeName": "node-b"}, "status": {"podIP": "10.9.1.3"}});
     cluster.put(merged(pod("c", json!({})), &elsewhere));
+    // A pod in the range is told without it.
     let answer = open(&["*", "/10.9.1.3"], &["*"], &[], &cluster.snapshot()).1;
-    assert_eq!(told(&answer).0, ["a", "b", "c", "192.0.2.7", "api.example.com"]);
-    // Out of its range the name stands for nothing again.
+    assert_eq!(told(&answer), (vec!["a", "b", "c"], vec![]));
+    // Out of its range the names stand for nothing again.
     cluster.put(range(json!(["10.8.0.0/16"])));
-    assert_eq!(told(&stream.push(&cluster.snapshot()).unwrap()).1, ["/10.9.1.1"]);
+    let gone = ["/10.9.0.0/16", "/10.9.1.1", "/10.9.1.2", "/fd09::7"];
+    assert_eq!(told(&stream.push(&cluster.snapshot()).unwrap()).1, gone);
 }
 
 #[test]

@@ -34,6 +34,8 @@ struct Entry {
     pause: Duration,
     next: Instant,
     writing: bool,
+    /// When a write was begun last: what it says may come true, and be heard of, later than something else is wanted.
+    written: Option<Instant>,
 }
 
 /// What came of one write.
@@ -57,8 +59,9 @@ impl Annotations {
             None if wanted.is_none() && self.is_without(uid, &pod) => return,
             _ => {}
         }
-        let writing = entries.get(uid).is_some_and(|entry| entry.writing);
-        entries.insert(uid.to_owned(), Entry { pod, wanted, pause: FIRST_PAUSE, next: Instant::now(), writing });
+        let (writing, written) = entries.get(uid).map_or((false, None), |entry| (entry.writing, entry.written));
+        let entry = Entry { pod, wanted, pause: FIRST_PAUSE, next: Instant::now(), writing, written };
+        entries.insert(uid.to_owned(), entry);
         self.changed.notify_one();
     }
 
@@ -71,6 +74,12 @@ impl Annotations {
     pub fn unwritten(&self) -> usize {
         let objects = self.objects.borrow().clone();
         self.lock().iter().filter(|(uid, entry)| entry.differs(uid, &objects)).count()
+    }
+
+    /// Nothing is being written.
+    #[cfg(test)]
+    pub fn is_at_rest(&self) -> bool {
+        self.lock().values().all(|entry| !entry.writing)
     }
 
     /// Writes for ever.
@@ -94,19 +103,19 @@ impl Annotations {
         let (mut wait, now) = (LONGEST_PAUSE, Instant::now());
         let mut entries = self.lock();
         entries.retain(|uid, entry| {
+            if entry.writing {
+                return true;
+            }
             let Some(held) = pod_of(objects, uid, &entry.pod) else { return true };
             if redirection_of(held) == entry.wanted.map(text) {
                 (entry.pause, entry.next) = (FIRST_PAUSE, now);
-                // There is nothing to keep at it.
-                return entry.wanted.is_some();
-            }
-            if entry.writing {
-                return true;
+                // There is nothing to keep at it, once nothing of before can come.
+                return entry.wanted.is_some() || entry.written.is_some_and(|at| at.elapsed() < LONGEST_PAUSE);
             }
             if entry.next > now {
                 wait = wait.min(entry.next - now);
             } else if writes.len() < AT_A_TIME {
-                entry.writing = true;
+                (entry.writing, entry.written) = (true, Some(now));
                 entry.next = now + entry.pause.mul_f64(random::factor(0.2));
                 entry.pause = (entry.pause * 2).min(LONGEST_PAUSE);
                 writes.spawn(write(self.api.clone(), entry.pod.clone(), uid.clone(), entry.wanted));

@@ -28,10 +28,18 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
             println!("CNI plugin: {what}");
         }
     }
+    // What stands at the API server is the least harm: it stops nothing of what is removed here.
+    let annotations = match (args.source, &args.node_name) {
+        (SourceKind::Kubernetes, Some(node)) => clear_annotations(args.kubeconfig.as_deref(), node).await,
+        _ => Ok(()),
+    };
+    if let Err(error) = &annotations {
+        println!("annotations of the node's pods: NOT removed: {error}");
+    }
     if lock.is_none() {
         Capture::remove_all(&args.place.bpf_dir)?;
         println!("capture: removed {}; {} was not there", args.place.bpf_dir.display(), run_dir.display());
-        return Ok(());
+        return annotations;
     }
     if let (Some(dir), Some(node)) = (&args.status_dir, &args.node_name) {
         let folder = StatusFolder::open(dir)?;
@@ -39,9 +47,6 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
             folder.remove(&status.pod.uid)?;
             println!("status of {}/{}: removed", status.pod.namespace, status.pod.name);
         }
-    }
-    if let (SourceKind::Kubernetes, Some(node)) = (args.source, &args.node_name) {
-        clear_annotations(args.kubeconfig.as_deref(), node).await?;
     }
     Capture::remove_all(&args.place.bpf_dir)?;
     println!("capture: removed {}", args.place.bpf_dir.display());
@@ -56,7 +61,7 @@ pub async fn run(args: &CleanupArgs) -> Result<(), AgentError> {
     }
     std::fs::remove_dir_all(run_dir).map_err(run_dir_failed("remove", run_dir))?;
     println!("run folder: removed {}", run_dir.display());
-    Ok(())
+    annotations
 }
 
 /// Peers no longer take the node's pods for ones of the mesh.

@@ -207,6 +207,25 @@ mod tests {
         wait_for(|| rig.annotation().is_none()).await;
     }
 
+    /// A write that was under way, or not heard of yet, when the pod left does not stand for ever.
+    #[tokio::test]
+    async fn a_pod_that_leaves_while_it_is_annotated_keeps_no_annotation() {
+        let rig = Rig::start().await;
+        for round in 0..20 {
+            let before = rig.patches(TOLD);
+            rig.reports.set(facts("uid-a").reference(), Redirection::Enabled, "").unwrap();
+            for _ in 0..round {
+                tokio::task::yield_now().await;
+            }
+            if round % 2 == 0 {
+                wait_for(|| rig.patches(TOLD) > before).await;
+            }
+            rig.reports.clear(&facts("uid-a")).unwrap();
+            let Reports::Kubernetes { annotations, .. } = &rig.reports else { panic!("made so") };
+            wait_for(|| annotations.is_at_rest() && rig.annotation().is_none()).await;
+        }
+    }
+
     #[tokio::test]
     async fn a_refused_write_is_tried_again_and_holds_up_nobody() {
         let rig = Rig::start().await;

@@ -22,6 +22,11 @@ use super::types::{self, Call, CniError, Code, Command, Config, PodName, VERSION
 pub fn main() -> ExitCode {
     let (output, code) = match answer(|name| std::env::var_os(name), io::stdin().as_fd()) {
         Ok(output) => (output, ExitCode::SUCCESS),
+        // Whatever is wrong with the call, a pod must be able to end.
+        Err((error, version)) if std::env::var_os("CNI_COMMAND").is_some_and(|command| command == "DEL") => {
+            eprintln!("{}", error.to_json(&version));
+            (String::new(), ExitCode::SUCCESS)
+        }
         Err((error, version)) => (error.to_json(&version), ExitCode::FAILURE),
     };
     let mut stdout = io::stdout();

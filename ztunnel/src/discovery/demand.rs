@@ -73,6 +73,7 @@ impl Key {
         }
     }
 
+    /// A range around an address says nothing of who has it: there may be a pod that has not been asked for.
     pub fn is_in(&self, mesh: &Snapshot) -> bool {
         match self {
             Self::Address(at) => mesh.workload_at(at).is_some() || mesh.has_service_at(at),

@@ -99,21 +99,22 @@ impl Snapshot {
     }
 
     /// The service with this virtual address, as a client of that namespace sees it: its own namespace's first, then
-    /// the canonical one, then any; ranges only where no address fits, the narrowest first.
+    /// the canonical one, then any; ranges only where neither a service nor a workload has the address, the narrowest
+    /// first: whoever writes a range must not take what is others' pods'.
     pub fn service_at(&self, client_namespace: &str, address: &NetworkAddress) -> Option<&Arc<Service>> {
         let exact = prefer(self.services_exactly_at(address), client_namespace);
-        exact.or_else(|| {
-            let length = |s: &Service| {
-                let fits =
-                    s.cidr_vips.iter().filter(|c| c.network == address.network && c.cidr.contains(&address.address));
-                fits.map(|c| c.cidr.prefix_len()).max()
-            };
-            let fitting = self.with_ranges.iter().filter(|s| visible(s, client_namespace));
-            fitting
-                .filter_map(|s| Some((*s.namespace == *client_namespace, length(s)?, s.canonical, s)))
-                .max_by_key(|(own, length, canonical, _)| (*own, *length, *canonical))
-                .map(|(.., s)| s)
-        })
+        if exact.is_some() || self.workload_at(address).is_some() || self.unusable_at(address).is_some() {
+            return exact;
+        }
+        let length = |s: &Service| {
+            let fits = s.cidr_vips.iter().filter(|c| c.network == address.network && c.cidr.contains(&address.address));
+            fits.map(|c| c.cidr.prefix_len()).max()
+        };
+        let fitting = self.with_ranges.iter().filter(|s| visible(s, client_namespace));
+        fitting
+            .filter_map(|s| Some((*s.namespace == *client_namespace, length(s)?, s.canonical, s)))
+            .max_by_key(|(own, length, canonical, _)| (*own, *length, *canonical))
+            .map(|(.., s)| s)
     }
 
     /// All services with this virtual address, alone or in a range, whoever may see them.
@@ -143,12 +144,9 @@ impl Snapshot {
         self.unusable_at.get(address)?.first().map(|u| &**u)
     }
 
-    /// Whether any service has this virtual address, whoever may see it.
+    /// Whether any service has exactly this virtual address, whoever may see it.
     pub fn has_service_at(&self, address: &NetworkAddress) -> bool {
-        let in_range = |s: &Arc<Service>| {
-            s.cidr_vips.iter().any(|c| c.network == address.network && c.cidr.contains(&address.address))
-        };
-        self.services_exactly_at(address).next().is_some() || self.with_ranges.iter().any(in_range)
+        self.services_exactly_at(address).next().is_some()
     }
 
     pub fn service_by_host(&self, client_namespace: &str, hostname: &str) -> Option<&Arc<Service>> {

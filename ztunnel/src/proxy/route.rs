@@ -52,7 +52,7 @@ pub fn route(
             let Chosen { workload, address } = mesh.choose(&request, load).map_err(no_endpoint)?;
             return Ok(to_workload(workload, address, Some(service)));
         }
-        // Whoever is at the address is reached as without the service: a range may have pods in it.
+        // Whoever is at the address is reached as without the service.
         of = Some(service);
     }
     let Some(workload) = mesh.workload_at(&address) else {
@@ -235,6 +235,31 @@ mod tests {
         assert_eq!((authority, expected.len()), ("10.0.0.2:80".parse().unwrap(), 1));
         assert!(matches!(to(&mesh, "10.0.0.3:80"), Ok(HopKind::Tcp(at)) if at.port() == 80));
         assert!(matches!(to(&mesh, "10.9.9.9:81"), Ok(HopKind::Tcp(at)) if at.port() == 81));
+    }
+
+    /// Whoever writes a range gets what nobody has, and not the connections to others' pods.
+    #[test]
+    fn a_range_with_endpoints_does_not_take_the_pods_in_it() {
+        let mesh = mesh();
+        let range = wire::NetworkAddress { address: vec![10, 0, 0, 0].into(), length: Some(8), ..Default::default() };
+        let greedy = wire::Service {
+            name: "greedy".into(),
+            namespace: "other".into(),
+            hostname: "greedy.example".into(),
+            addresses: vec![range],
+            canonical: true,
+            ..Default::default()
+        };
+        mesh.update(|update| {
+            let service = convert_service(&greedy, update.strings()).unwrap();
+            update.service(service);
+        });
+        let Ok(HopKind::Hbone { authority, .. }) = to(&mesh, "10.0.0.2:80") else { panic!() };
+        assert_eq!(authority, "10.0.0.2:80".parse().unwrap());
+        assert!(to(&mesh, "10.9.9.9:81").is_err(), "it has no endpoint");
+        // So that on demand a pod in it is asked for.
+        let at = NetworkAddress { network: "".into(), address: [10, 9, 9, 9].into() };
+        assert!(!mesh.load().has_service_at(&at) && mesh.load().service_at("shop", &at).is_some());
     }
 
     #[test]

@@ -54,6 +54,43 @@ fn reasons(snapshot: &Snapshot) -> String {
     snapshot.problems.values().map(|text| text.to_string()).collect::<Vec<_>>().join("; ")
 }
 
+/// Whoever may write ServiceEntries in one namespace must not take another's connections.
+#[test]
+fn the_address_of_a_service_is_no_service_entrys() {
+    let mut cluster = Cluster::new();
+    let claims = json!({"spec": {"addresses": ["10.96.0.9", "192.0.2.1"]}});
+    cluster.put(merged(entry("api"), &claims));
+    assert_eq!(addresses(&service(&cluster.snapshot(), KEY)), ["10.96.0.9", "192.0.2.1"]);
+    cluster.put(json!({
+        "kind": "Service", "metadata": {"name": "db", "namespace": "prod"},
+        "spec": {"clusterIP": "10.96.0.9", "clusterIPs": ["10.96.0.9"], "ports": [{"port": 443}]},
+    }));
+    let snapshot = cluster.snapshot();
+    assert_eq!(addresses(&service(&snapshot, KEY)), ["192.0.2.1"]);
+    assert!(
+        reasons(&snapshot).contains("10.96.0.9") && reasons(&snapshot).contains("prod/db"),
+        "{}",
+        reasons(&snapshot)
+    );
+    cluster.put(merged(entry("api"), &json!({"spec": {"addresses": [], "resolution": "STATIC"}, "status": {"addresses": [{"value": "10.96.0.9"}, {"value": "240.240.7.7"}]}})));
+    assert_eq!(addresses(&service(&cluster.snapshot(), KEY)), ["240.240.7.7"]);
+    cluster.put(merged(entry("api"), &claims));
+    cluster.objects.services.remove(&ObjectName::new("prod", "db"));
+    assert_eq!(addresses(&service(&cluster.snapshot(), KEY)), ["10.96.0.9", "192.0.2.1"]);
+}
+
+#[test]
+fn an_entry_of_very_many_hosts_ports_and_endpoints_is_bounded() {
+    let hosts: Vec<_> = (0..300).map(|n| format!("h{n:03}.example.com")).collect();
+    let ports: Vec<_> = (1..=100).map(|n| json!({"number": n, "name": format!("p{n}"), "protocol": "TCP"})).collect();
+    let endpoints: Vec<_> =
+        (0..2000).map(|n| json!({"address": format!("198.51.{}.{}", n / 250, n % 250 + 1)})).collect();
+    let snapshot = with(&[json!({"spec": {"hosts": hosts, "ports": ports, "endpoints": endpoints}})]);
+    let of_kind = |kind| snapshot.all(Set::Addresses).filter(|r| r.kind == kind).count();
+    assert_eq!((of_kind(crate::model::Kind::Service), of_kind(crate::model::Kind::Workload)), (10, 131));
+    assert!(reasons(&snapshot).contains("300 hosts") && reasons(&snapshot).contains("2000 endpoints"));
+}
+
 #[test]
 fn a_service_entry_becomes_a_service_and_its_endpoints_workloads() {
     let snapshot = with(&[json!({"spec": {

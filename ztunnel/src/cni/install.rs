@@ -59,6 +59,8 @@ pub enum Standing {
     Put(PathBuf),
     /// It has not: nothing was to be written.
     Missing(PathBuf),
+    /// Somebody wrote it in the same moment: it has to be looked at again.
+    Changed(PathBuf),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -99,20 +101,30 @@ pub fn install_entry(install: &Install, write: bool) -> Result<Standing, Install
     let dir = &install.dirs.conf;
     let names = configurations(dir)?;
     let (own, sources): (Vec<&String>, Vec<&String>) = names.iter().partition(|name| name.ends_with(OWN_SUFFIX));
-    let Some(source) = sources.first() else {
+    if sources.is_empty() {
         // Those that ours were made from are gone, and so is what they lead to.
         remove_own(dir, &own, None, write)?;
         return Ok(Standing::NoChain);
-    };
-    let path = dir.join(source);
-    let wrong = |source| InstallError::Chain { path: path.clone(), source };
-    let text = read_small_text(&path, MAX_CONFIGURATION).map_err(failed("read", &path))?;
-    let (stem, extension) = source.rsplit_once('.').unwrap_or((source, ""));
+    }
     let entry = install.entry.to_json();
-    let (wanted, is_list) = match extension {
-        "conflist" => (chain::with_entry(&text, &entry).map_err(wrong)?, true),
-        _ => (Some(chain::list_of(&text, &entry).map_err(wrong)?), false),
+    let mut broken = None;
+    let Some((source, Extended { path, text, wanted, is_list })) = sources
+        .into_iter()
+        .find_map(|source| {
+            match extended(dir.join(source), &entry) {
+                // Runtimes that take the next one, where one is broken, must find the entry there.
+                Err(error) if error.is_of_a_broken_file() => {
+                    broken.get_or_insert(error);
+                    None
+                }
+                other => Some(other.map(|extended| (source, extended))),
+            }
+        })
+        .transpose()?
+    else {
+        return Err(broken.expect("one of them is broken, or one is usable"));
     };
+    let (stem, _) = source.rsplit_once('.').unwrap_or((source, ""));
     let in_place = is_list && !install.own_file;
     let target = if in_place { path.clone() } else { dir.join(format!("{stem}{OWN_SUFFIX}")) };
     let wanted = wanted.unwrap_or_else(|| text.clone());
@@ -126,11 +138,41 @@ pub fn install_entry(install: &Install, write: bool) -> Result<Standing, Install
         // Whoever writes theirs in this moment must not lose it.
         let is_same = || read_small_text(&path, MAX_CONFIGURATION).is_ok_and(|now| now == text);
         if !replace_if(&target, mode, |file| file.write_all(wanted.as_bytes()), is_same)? {
-            return Ok(Standing::Missing(target));
+            return Ok(Standing::Changed(target));
         }
     }
     remove_own(dir, &own, Some(&target), write)?;
     Ok(if there { Standing::InPlace(target) } else { Standing::Put(target) })
+}
+
+/// A configuration, and what it is with the entry.
+struct Extended {
+    path: PathBuf,
+    text: String,
+    wanted: Option<String>,
+    is_list: bool,
+}
+
+fn extended(path: PathBuf, entry: &str) -> Result<Extended, InstallError> {
+    let text = read_small_text(&path, MAX_CONFIGURATION).map_err(failed("read", &path))?;
+    let is_list = path.extension().is_some_and(|extension| extension == "conflist");
+    let wanted = if is_list { chain::with_entry(&text, entry) } else { chain::list_of(&text, entry).map(Some) };
+    match wanted {
+        Ok(wanted) => Ok(Extended { path, text, wanted, is_list }),
+        Err(source) => Err(InstallError::Chain { path, source }),
+    }
+}
+
+impl InstallError {
+    /// No runtime can use the configuration, whatever it does then.
+    fn is_of_a_broken_file(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => {
+                matches!(source.kind(), io::ErrorKind::IsADirectory | io::ErrorKind::InvalidData)
+            }
+            Self::Chain { source, .. } => !matches!(source, ChainError::Version(_)),
+        }
+    }
 }
 
 /// Takes everything away: first the entry, so that no runtime calls a plugin that is not there, then the program, unless
@@ -151,8 +193,13 @@ pub fn remove(dirs: &CniDirs, keep_program: bool) -> Result<Vec<String>, Install
         };
         if let Ok(Some(without)) = chain::without_entry(&text) {
             let mode = fs::metadata(&path).map_err(failed("look at", &path))?.permissions().mode() & 0o777;
-            replace(&path, mode, |file| file.write_all(without.as_bytes()))?;
-            done.push(format!("entry removed from {}", path.display()));
+            // As it is put in: what another writes in this moment is not lost.
+            let is_same = || read_small_text(&path, MAX_CONFIGURATION).is_ok_and(|now| now == text);
+            let removed = replace_if(&path, mode, |file| file.write_all(without.as_bytes()), is_same)?;
+            done.push(match removed {
+                true => format!("entry removed from {}", path.display()),
+                false => format!("entry NOT removed from {}, which another program has just written", path.display()),
+            });
         }
     }
     let program = dirs.bin.join(PLUGIN);

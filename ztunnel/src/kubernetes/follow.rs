@@ -32,7 +32,7 @@ pub(super) struct Follower {
     /// Where changes are heard of next; nothing while all must be read.
     at: Option<At>,
     /// Objects that cannot be read. Those without a name count as one.
-    bad: BTreeMap<Option<ObjectKey>, String>,
+    bad: Bad,
     /// Since when the cluster does not have the kind.
     absent: Option<Instant>,
     pause: Duration,
@@ -118,10 +118,10 @@ impl Follower {
             Found::Bad(None, _) | Found::Gone(_) => None,
         });
         let there: BTreeSet<ObjectKey> = there.collect();
-        self.bad.clear();
+        let before = std::mem::take(&mut self.bad);
         let gone = self.kind.keys(&self.objects.borrow()).into_iter().filter(|key| !there.contains(key));
         found.extend(gone.map(Found::Gone).collect::<Vec<_>>());
-        self.publish(&place.path, found);
+        self.publish(&place.path, found, before);
         self.health.whole(self.kind);
         self.at = Some(At { place, version });
         Ok(())
@@ -141,8 +141,8 @@ impl Follower {
                 objects = held.len(),
                 "the kind is gone from the cluster, and with it its objects"
             );
-            self.bad.clear();
-            self.publish("", held.into_iter().map(Found::Gone).collect());
+            let before = std::mem::take(&mut self.bad);
+            self.publish("", held.into_iter().map(Found::Gone).collect(), before);
         }
         self.health.missing(self.kind);
     }
@@ -207,7 +207,8 @@ impl Follower {
                     }
                 }
             }
-            self.publish(&at.place.path, found);
+            let before = self.bad.clone();
+            self.publish(&at.place.path, found, before);
             end?;
         }
     }
@@ -222,9 +223,9 @@ impl Follower {
         }
     }
 
-    fn publish(&mut self, path: &str, found: Vec<Found>) {
+    /// `before`: what could not be read until then, as it was published.
+    fn publish(&mut self, path: &str, found: Vec<Found>, before: Bad) {
         let (kind, bad) = (self.kind, &mut self.bad);
-        let before = bad.clone();
         self.objects.send_if_modified(|held| {
             let mut next = Objects::clone(held);
             let mut changed = false;
@@ -275,7 +276,7 @@ impl Follower {
     }
 }
 
-fn problems(kind: Kind, bad: &BTreeMap<Option<ObjectKey>, String>) -> impl Iterator<Item = Problem> {
+fn problems(kind: Kind, bad: &Bad) -> impl Iterator<Item = Problem> {
     let problem = move |(object, reason): (&Option<ObjectKey>, &String)| Problem {
         file: kind.name().into(),
         line: None,
@@ -284,6 +285,9 @@ fn problems(kind: Kind, bad: &BTreeMap<Option<ObjectKey>, String>) -> impl Itera
     };
     bad.iter().map(problem)
 }
+
+/// What could not be read, and why.
+type Bad = BTreeMap<Option<ObjectKey>, String>;
 
 /// What takes the place of a policy that cannot be read; of other kinds nothing does.
 fn stand_in(key: &ObjectKey, reason: &str) -> Option<Object> {

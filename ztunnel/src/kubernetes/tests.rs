@@ -145,6 +145,14 @@ async fn an_object_that_cannot_be_read_is_named_and_leaves_the_others_alone() {
     let now = wait(&mut objects, holds).await;
     assert_eq!(address(&now, "b"), "10.1.0.2");
     assert_eq!(now.authorization_policies[&ObjectName::new("shop", "p")].spec, Ok(json!({})));
+    // What became good while nothing was heard is no problem any more.
+    {
+        let mut state = server.state();
+        state.end_watches();
+        state.put(PODS, pod("b", "10.1.0.3"));
+        state.compact();
+    }
+    wait(&mut objects, |o| o.problems().iter().filter_map(key).count() == 0 && address(o, "b") == "10.1.0.3").await;
 }
 
 #[tokio::test]

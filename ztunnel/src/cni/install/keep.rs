@@ -56,7 +56,7 @@ pub async fn keep(install: Install, state: Arc<InstallState>) {
             Ok(standing) => format!("{standing:?}"),
             Err(error) => error.to_string(),
         };
-        let news = says != said;
+        let (news, is_failed) = (says != said, look.is_err());
         said = says;
         match look {
             Ok(Standing::Put(path)) => {
@@ -75,14 +75,17 @@ pub async fn keep(install: Install, state: Arc<InstallState>) {
                 wait = ?wait,
                 "another program keeps taking the CNI plugin out of the chain: pods start without it until it is put back"
             ),
+            Ok(Standing::Changed(_)) => continue,
             Ok(_) => {}
             Err(error) if news => error!(%error, "the CNI plugin cannot be installed: pods start without it"),
             Err(_) => {}
         }
+        // What a failed attempt did in the folder is heard as well.
+        let gather = if is_failed { AFTER_FAILURE } else { GATHER };
         let look = if ear.hears() { LOOK } else { LOOK_DEAF };
         let sleep = if wait.is_zero() { look } else { wait.min(look) };
         tokio::select! {
-            () = changed.notified() => tokio::time::sleep(GATHER).await,
+            () = changed.notified() => tokio::time::sleep(gather).await,
             () = tokio::time::sleep(sleep) => {}
         }
     }
@@ -177,6 +180,7 @@ const LOOK: Duration = Duration::from_secs(10);
 const LOOK_DEAF: Duration = Duration::from_millis(500);
 /// How long to gather what belongs to one change.
 const GATHER: Duration = Duration::from_millis(10);
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
 /// So many times in [`MEMORY`] the entry is put back at once.
 const FREE_PUTS: usize = 5;
 const MEMORY: Duration = Duration::from_secs(600);

@@ -158,6 +158,21 @@ fn what_cannot_be_extended_is_named_and_left_alone() {
     assert_eq!(node.look(), Standing::Put(node.path("10-net.conflist")));
 }
 
+/// Some runtimes stop at a broken one, and then nothing starts; others take the next.
+#[test]
+fn a_broken_configuration_does_not_keep_the_entry_out_of_the_next() {
+    let node = Node::new("broken", false);
+    node.put("10-net.conflist", LIST);
+    std::fs::create_dir(node.path("00-folder.conflist")).unwrap();
+    for text in ["", "{ half", "\u{0}"] {
+        node.put("05-broken.conflist", text);
+        node.put("10-net.conflist", LIST);
+        assert_eq!(node.look(), Standing::Put(node.path("10-net.conflist")));
+        assert!(node.has_entry("10-net.conflist"));
+        assert_eq!(node.text("05-broken.conflist"), text);
+    }
+}
+
 #[test]
 fn what_another_writes_in_the_same_moment_is_not_lost() {
     let node = Node::new("moment", false);

@@ -288,6 +288,14 @@ impl RunArgs {
             let text = format!("{:?}", self.times.verify_interval);
             return Err(wrong("--verify-interval (VERIFY_INTERVAL)", &text, "expected 100ms or more"));
         }
+        if self.cni.cni_timeout > LONGEST_CNI_TIMEOUT {
+            let text = format!("{:?}", self.cni.cni_timeout);
+            return Err(wrong(
+                "--cni-timeout (CNI_TIMEOUT)",
+                &text,
+                "expected 295s or less: the plugin waits no longer",
+            ));
+        }
         let mut zds_sockets = self.zds_socket;
         if zds_sockets.is_empty() {
             zds_sockets = vec![self.place.run_dir.join("zds.sock"), UPSTREAM_SOCKET.into()];
@@ -376,6 +384,7 @@ fn levels(text: &str) -> Result<Levels, String> {
 const UPSTREAM_SOCKET: &str = "/var/run/ztunnel/ztunnel.sock";
 /// The plugin waits for so much longer than the agent takes.
 const CNI_GRACE_SECONDS: u64 = 5;
+const LONGEST_CNI_TIMEOUT: Duration = Duration::from_secs(crate::cni::LONGEST_ANSWER_SECONDS - CNI_GRACE_SECONDS);
 const SHORTEST_VERIFY: Duration = Duration::from_millis(100);
 const FIRST_RETRY: Duration = Duration::from_millis(200);
 

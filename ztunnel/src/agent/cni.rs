@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info, warn};
@@ -48,6 +48,8 @@ struct Calls {
     metrics: Arc<CniMetrics>,
     /// How long an ADD may take.
     limit: Duration,
+    /// ADDs at a time: those that wait must not keep a STATUS or a DEL from its answer.
+    adds: Semaphore,
 }
 
 /// What cannot be done now.
@@ -68,7 +70,8 @@ impl CniServer {
     ) -> io::Result<CniServer> {
         let socket = listen_for_root(path, rustix::net::SocketType::STREAM, BACKLOG)?;
         let listener = UnixListener::from_std(socket.into())?;
-        let calls = Arc::new(Calls { context, rules, objects, readiness, metrics, limit });
+        let calls =
+            Arc::new(Calls { context, rules, objects, readiness, metrics, limit, adds: Semaphore::new(MAX_ADDS) });
         Ok(CniServer { listener, calls })
     }
 
@@ -123,7 +126,7 @@ impl Calls {
                 let (outcome, answer) = tell("CHECK", &attach, begun, self.check(&attach, netns));
                 ("CHECK", outcome, answer)
             }
-            Request::Del { container, .. } => {
+            Request::Del { container } => {
                 let known = self.context.sandboxes.forget_container(&container);
                 debug!(container, known, "a sandbox goes");
                 ("DEL", "done", Answer::Done)
@@ -149,6 +152,11 @@ impl Calls {
     /// Comes back once the pod is captured, or does not belong into the mesh.
     async fn add(&self, attach: &Attach, netns: Option<OwnedFd>, until: Instant) -> Result<Answer, Refusal> {
         let netns = self.open(netns)?;
+        let turn = timeout_at(until, self.adds.acquire()).await;
+        let _turn = turn.map_err(|_| Refusal {
+            step: "wait for other pods' turns",
+            reason: format!("{MAX_ADDS} of them start at the same time"),
+        })?;
         self.ready(until).await?;
         let (facts, decision) = self.wait_for_object(&attach.pod, until).await?;
         let mut addresses = attach.addresses.clone();
@@ -348,7 +356,8 @@ fn receive(stream: BorrowedFd<'_>, space: &mut [u8]) -> io::Result<(usize, Vec<O
 }
 
 /// Calls at a time; more wait in the socket's queue.
-const MAX_CALLS: usize = 64;
+const MAX_CALLS: usize = 512;
+const MAX_ADDS: usize = 64;
 const BACKLOG: i32 = 128;
 /// Until a request is there, and until its answer is taken.
 const REQUEST: Duration = Duration::from_secs(5);

@@ -101,28 +101,25 @@ pub fn install_entry(install: &Install, write: bool) -> Result<Standing, Install
     let dir = &install.dirs.conf;
     let names = configurations(dir)?;
     let (own, sources): (Vec<&String>, Vec<&String>) = names.iter().partition(|name| name.ends_with(OWN_SUFFIX));
-    if sources.is_empty() {
+    let entry = install.entry.to_json();
+    let (mut usable, mut broken) = (None, None);
+    for source in sources {
+        match extended(dir.join(source), &entry) {
+            // Runtimes that take the next one, where one is broken, must find the entry there.
+            Err(error) if error.is_of_a_broken_file() => drop(broken.get_or_insert(error)),
+            found => {
+                usable = Some((source, found?));
+                break;
+            }
+        }
+    }
+    let Some((source, Extended { path, text, wanted, is_list })) = usable else {
+        if let Some(error) = broken {
+            return Err(error);
+        }
         // Those that ours were made from are gone, and so is what they lead to.
         remove_own(dir, &own, None, write)?;
         return Ok(Standing::NoChain);
-    }
-    let entry = install.entry.to_json();
-    let mut broken = None;
-    let Some((source, Extended { path, text, wanted, is_list })) = sources
-        .into_iter()
-        .find_map(|source| {
-            match extended(dir.join(source), &entry) {
-                // Runtimes that take the next one, where one is broken, must find the entry there.
-                Err(error) if error.is_of_a_broken_file() => {
-                    broken.get_or_insert(error);
-                    None
-                }
-                other => Some(other.map(|extended| (source, extended))),
-            }
-        })
-        .transpose()?
-    else {
-        return Err(broken.expect("one of them is broken, or one is usable"));
     };
     let (stem, _) = source.rsplit_once('.').unwrap_or((source, ""));
     let in_place = is_list && !install.own_file;

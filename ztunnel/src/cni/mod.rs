@@ -21,6 +21,8 @@ pub use types::{Attachment, PodName};
 
 /// The plugin's type, which is the name of its file as well.
 pub const PLUGIN: &str = "understory-cni";
+/// The longest that the plugin waits for the agent's answer to an ADD.
+pub const LONGEST_ANSWER_SECONDS: u64 = 300;
 
 /// Runs the plugin if the program was called as one: by the plugin's name, or as `ztunnel cni`. Meant for the very
 /// beginning of the program: a pod's start waits for it.

@@ -13,6 +13,7 @@ use std::time::Duration;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 
+use super::LONGEST_ANSWER_SECONDS;
 use super::client::{AskError, Deadline, Patience, ask};
 use super::protocol::{Answer, Attach, Request};
 use super::spans::Json;
@@ -91,7 +92,7 @@ fn check(call: &Call, config: &Config, json: Json<'_>) -> Result<String, CniErro
 /// Never fails: what the agent is not told, it finds out.
 fn del(call: &Call, config: &Config) -> String {
     if asked_for(call, config).is_some() {
-        let request = Request::Del { container: call.container.clone(), interface: call.interface.clone() };
+        let request = Request::Del { container: call.container.clone() };
         if let Err(error) = ask(&config.socket, &request, None, FAREWELL) {
             eprintln!("{}: the agent is not told that {} goes: {error}", config.socket.display(), call.container);
         }
@@ -146,7 +147,6 @@ fn call_agent(
     let request = request(Attach {
         pod: pod.clone(),
         container: call.container.clone(),
-        interface: call.interface.clone(),
         netns: call.netns.display().to_string(),
         addresses,
     });
@@ -211,7 +211,6 @@ const MAX_STDIN: usize = 1 << 20;
 const CONNECT: Duration = Duration::from_secs(3);
 /// Until the agent has answered, where the configuration does not tell.
 const ANSWER_SECONDS: u64 = 15;
-const LONGEST_ANSWER_SECONDS: u64 = 300;
 /// A runtime that hears no takes the whole node for not ready: an upgrade of the agent is waited for.
 const STATUS: Patience = Patience { connect: Duration::from_secs(10), answer: Duration::from_secs(5) };
 /// For what the agent finds out by itself as well.

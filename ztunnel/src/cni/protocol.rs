@@ -18,7 +18,7 @@ pub enum Request {
     /// Is the pod as it should be?
     Check(Attach),
     /// The sandbox is going.
-    Del { container: String, interface: String },
+    Del { container: String },
     /// Could an ADD be served?
     Status,
     /// There are no others than these.
@@ -30,7 +30,6 @@ pub enum Request {
 pub struct Attach {
     pub pod: PodName,
     pub container: String,
-    pub interface: String,
     /// Path of the namespace, for people.
     pub netns: String,
     pub addresses: Vec<IpAddr>,
@@ -80,12 +79,10 @@ mod tests {
 
     #[test]
     fn messages_come_back_as_they_were() {
-        let pod =
-            PodName { namespace: "shop".into(), name: "web".into(), uid: "u".into(), infra_container: "i".into() };
+        let pod = PodName { namespace: "shop".into(), name: "web".into(), uid: "u".into() };
         let attach = Attach {
             pod,
             container: "c".into(),
-            interface: "eth0".into(),
             netns: "/run/netns/a".into(),
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
         };
@@ -93,7 +90,7 @@ mod tests {
         for request in [
             Request::Add(attach.clone()),
             Request::Check(attach),
-            Request::Del { container: "c".into(), interface: "eth0".into() },
+            Request::Del { container: "c".into() },
             Request::Status,
             Request::Gc { attachments: vec![attachment] },
         ] {

@@ -34,8 +34,6 @@ pub struct Call {
     pub container: String,
     /// `CNI_NETNS`, empty where the runtime gives none.
     pub netns: PathBuf,
-    /// `CNI_IFNAME`
-    pub interface: String,
     /// The pod, of `CNI_ARGS`; none for what is no pod of Kubernetes.
     pub pod: Option<PodName>,
 }
@@ -48,9 +46,6 @@ pub struct PodName {
     /// Empty where the runtime does not tell it. A static pod's is another one than that of its object.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
-    /// Its sandbox, as the runtime numbers it; empty where it does not tell.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub infra_container: String,
 }
 
 /// The plugin's part of a network configuration; what else is there is nobody's business here.
@@ -103,8 +98,8 @@ pub enum Code {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct PreviousResult {
-    interfaces: Vec<Interface>,
-    ips: Vec<Ip>,
+    interfaces: Option<Vec<Interface>>,
+    ips: Option<Vec<Ip>>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -115,7 +110,8 @@ struct Interface {
 
 #[derive(Debug, Deserialize)]
 struct Ip {
-    interface: Option<usize>,
+    /// Some plugins write -1 for none.
+    interface: Option<i64>,
     address: String,
 }
 
@@ -189,26 +185,20 @@ impl Call {
         }
         let netns = env("CNI_NETNS").map(PathBuf::from).unwrap_or_default();
         let pod = if required.is_empty() { None } else { PodName::parse(&text("CNI_ARGS")?).map_err(wrong)? };
-        Ok(Call { command, container, netns, interface, pod })
+        Ok(Call { command, container, netns, pod })
     }
 }
 
 impl PodName {
     /// Reads `CNI_ARGS`: `key=value` with `;` between, in any order.
     fn parse(args: &str) -> Result<Option<PodName>, String> {
-        let mut pod = PodName {
-            namespace: String::new(),
-            name: String::new(),
-            uid: String::new(),
-            infra_container: String::new(),
-        };
+        let mut pod = PodName { namespace: String::new(), name: String::new(), uid: String::new() };
         for pair in args.split(';').filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').ok_or_else(|| format!("CNI_ARGS: {pair:?} is not key=value"))?;
             let field = match key {
                 "K8S_POD_NAMESPACE" => &mut pod.namespace,
                 "K8S_POD_NAME" => &mut pod.name,
                 "K8S_POD_UID" => &mut pod.uid,
-                "K8S_POD_INFRA_CONTAINER_ID" => &mut pod.infra_container,
                 _ => continue,
             };
             value.clone_into(field);
@@ -287,8 +277,9 @@ pub fn addresses(result: &str) -> Result<Vec<IpAddr>, CniError> {
     let wrong = |reason: String| CniError::new(Code::InvalidConfig, format!("prevResult: {reason}"));
     let result: PreviousResult = serde_json::from_str(result).map_err(|error| wrong(error.to_string()))?;
     let mut addresses = Vec::new();
-    for ip in &result.ips {
-        let interface = ip.interface.and_then(|index| result.interfaces.get(index));
+    let interfaces = result.interfaces.unwrap_or_default();
+    for ip in result.ips.unwrap_or_default() {
+        let interface = ip.interface.and_then(|index| interfaces.get(usize::try_from(index).ok()?));
         if interface.is_some_and(|interface| interface.sandbox.is_empty()) {
             continue;
         }
@@ -347,10 +338,7 @@ mod tests {
             turned.rotate_left(turn);
             let call = read(&with("CNI_ARGS", &turned.join(";"))).unwrap();
             let pod = call.pod.unwrap();
-            assert_eq!(
-                (pod.to_string().as_str(), pod.uid.as_str(), pod.infra_container.as_str()),
-                ("shop/web", "u", "i")
-            );
+            assert_eq!((pod.to_string().as_str(), pod.uid.as_str()), ("shop/web", "u"));
         }
         assert_eq!(read(&with("CNI_ARGS", "IgnoreUnknown=1;")).unwrap().pod, None);
         assert_eq!(read(&ADD).unwrap().pod, None);
@@ -407,6 +395,10 @@ mod tests {
 
     #[test]
     fn the_pods_own_addresses_are_taken_from_a_result() {
+        for odd in [r#"{"interfaces": null, "ips": null}"#, r#"{"ips": [{"interface": -1, "address": "10.9.9.9/32"}]}"#]
+        {
+            assert_eq!(addresses(odd).unwrap().len(), usize::from(odd.contains("10.9.9.9")));
+        }
         let result = r#"{"interfaces": [{"name": "cni0"}, {"name": "eth0", "sandbox": "/run/netns/a"}], "ips": [
             {"interface": 0, "address": "10.244.0.1/24"}, {"interface": 1, "address": "10.244.0.7/24"},
             {"version": "6", "interface": 1, "address": "fd00::7/64"}, {"address": "10.9.9.9/32"}]}"#;

@@ -75,7 +75,6 @@ pub async fn keep(install: Install, state: Arc<InstallState>) {
                 wait = ?wait,
                 "another program keeps taking the CNI plugin out of the chain: pods start without it until it is put back"
             ),
-            Ok(Standing::Changed(_)) => continue,
             Ok(_) => {}
             Err(error) if news => error!(%error, "the CNI plugin cannot be installed: pods start without it"),
             Err(_) => {}

@@ -95,13 +95,16 @@ impl Writer {
         let uid = pod.uid.clone();
         let before = self.pods.remove(&uid);
         let pause = before.as_ref().map_or(FIRST_PAUSE, |told| (told.pause * 2).min(LONGEST_PAUSE));
-        match self.write(&pod, message, before).await {
+        match self.write(&pod, message, before.as_ref()).await {
             Ok((name, message, count)) => {
                 let told = Told { name, message, count, pause, next: now + pause };
                 self.pods.insert(uid, told);
             }
-            // It is told again as long as it lasts.
-            Err(error) => debug!(pod = pod.name, %error, "the Event of a pod cannot be written"),
+            // It is told again as long as it lasts, no sooner for that.
+            Err(error) => {
+                debug!(pod = pod.name, %error, "the Event of a pod cannot be written");
+                self.pods.extend(before.map(|told| (uid, Told { pause, next: now + pause, ..told })));
+            }
         }
     }
 
@@ -109,14 +112,14 @@ impl Writer {
         &self,
         pod: &PodRef,
         message: String,
-        before: Option<Told>,
+        before: Option<&Told>,
     ) -> Result<(String, String, u32), ApiError> {
         let folder = format!("/api/v1/namespaces/{}/events", pod.namespace);
         let now = rfc3339(SystemTime::now());
         if let Some(told) = before.filter(|told| told.message == message) {
             let change = json!({"count": told.count, "lastTimestamp": now});
             match self.api.merge(&format!("{folder}/{}", told.name), &change).await {
-                Ok(_) => return Ok((told.name, message, told.count)),
+                Ok(_) => return Ok((told.name.clone(), message, told.count)),
                 // Events are kept for an hour or so.
                 Err(ApiError::Refused { code: 404, .. }) => {}
                 Err(error) => return Err(error),
@@ -129,10 +132,12 @@ impl Writer {
     }
 
     fn event(&self, pod: &PodRef, message: &str, now: &str) -> Value {
+        // With what makes it unique it is a name like a pod's, and no longer.
+        let of: String = pod.name.chars().take(LONGEST_NAME - 17).collect();
         json!({
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": format!("{}.{:016x}", pod.name, random::next_u64()), "namespace": pod.namespace},
+            "metadata": {"name": format!("{of}.{:016x}", random::next_u64()), "namespace": pod.namespace},
             "involvedObject": {
                 "apiVersion": "v1", "kind": "Pod", "namespace": pod.namespace, "name": pod.name, "uid": pod.uid,
             },
@@ -177,6 +182,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30 * 60);
 /// Pods that are remembered without looking for some to forget.
 const MOST_PODS: usize = 256;
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(30 * 60);
+/// Letters of an object's name.
+const LONGEST_NAME: usize = 253;
 /// Bytes; the API server takes 1,024.
 const LONGEST_MESSAGE: usize = 1000;
 

@@ -155,7 +155,7 @@ impl Agents<'_> {
 
     /// Which pods say that they are captured.
     async fn captured(&self) -> Result<Option<String>, ApiError> {
-        let pods = self.api.list("/api/v1/pods", "").await?;
+        let pods = self.api.list("/api/v1/pods", RUNNING).await?;
         let names: Vec<String> = pods.iter().filter(|pod| is_captured(pod)).map(name_of).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         Ok((!names.is_empty()).then(|| format!("{} pods are in the mesh still: {}", names.len(), some_of(&names))))
@@ -241,7 +241,9 @@ fn some_of(names: &[&str]) -> String {
 const CLEANUP: &str = "cleanup";
 const REDIRECTION: &str = "ambient.istio.io/redirection";
 const SELECTORS: &str = "ENABLEMENT_SELECTORS";
-const PERIOD: Duration = Duration::from_secs(1);
+/// The pods of a large cluster are many to list.
+const PERIOD: Duration = Duration::from_secs(3);
+const RUNNING: &str = "&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed";
 /// Names in a message.
 const NAMED: usize = 10;
 

@@ -106,7 +106,7 @@ impl Hosts {
     }
 
     /// From the oldest to the youngest, each host has the address that its name leads to, or the next that is free. So
-    /// a host keeps its address whatever comes after it.
+    /// a host keeps its address whatever host comes after it; only an entry that names an address of these itself takes it.
     fn give(&mut self) -> BTreeSet<ObjectName> {
         let mut taken: HashSet<u16> = self.wants.values().flat_map(|wants| wants.has.iter().copied()).collect();
         let mut given = HashMap::new();
@@ -116,7 +116,8 @@ impl Hosts {
                 if !given.contains_key(host) {
                     let first = content_hash(host.as_bytes());
                     let mut slots = (0..SLOTS).map(|step| ((first + step) % SLOTS + 1) as u16);
-                    match slots.find(|slot| taken.insert(*slot)) {
+                    let free = if taken.len() < SLOTS as usize { slots.find(|slot| taken.insert(*slot)) } else { None };
+                    match free {
                         Some(slot) => drop(given.insert(host.clone(), slot)),
                         None => full = true,
                     }

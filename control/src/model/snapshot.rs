@@ -94,6 +94,12 @@ pub enum Set {
     Authorizations,
 }
 
+/// The network and the address of a name `network/ip`.
+fn address_of(name: &str) -> Option<(&str, IpAddr)> {
+    let (network, ip) = name.rsplit_once('/')?;
+    Some((network, ip.parse().ok()?))
+}
+
 /// What a name stands for.
 #[derive(Debug, Default)]
 pub struct Resolved {
@@ -140,8 +146,10 @@ impl Snapshot {
             resolved.resources = if workloads.is_empty() { services } else { workloads };
             resolved.is_exact = !resolved.resources.is_empty();
             // Ranges count where nobody has the address itself (mesh::Snapshot::service_at).
-            let in_range = self.ranged.values().filter(|r| !resolved.is_exact && set.has(r) && r.has_in_range(name));
-            resolved.resources.extend(in_range.cloned());
+            if let Some((network, ip)) = address_of(name).filter(|_| !resolved.is_exact) {
+                let in_range = self.ranged.values().filter(|r| set.has(r) && r.ranges_have(network, ip));
+                resolved.resources.extend(in_range.cloned());
+            }
         }
         let services = resolved.resources.iter().filter(|r| r.kind == Kind::Service);
         resolved.services = services.map(|r| r.name.clone()).collect();
@@ -334,11 +342,10 @@ impl Resource {
 
     /// Whether a name is `network/ip` with an address in one of its ranges.
     pub fn has_in_range(&self, name: &str) -> bool {
-        if self.ranges.is_empty() {
-            return false;
-        }
-        let Some((network, ip)) = name.rsplit_once('/') else { return false };
-        let Ok(ip) = ip.parse::<IpAddr>() else { return false };
+        !self.ranges.is_empty() && address_of(name).is_some_and(|(network, ip)| self.ranges_have(network, ip))
+    }
+
+    fn ranges_have(&self, network: &str, ip: IpAddr) -> bool {
         self.ranges.iter().any(|(of, range)| **of == *network && range.contains(&ip))
     }
 

@@ -1,6 +1,6 @@
 //! On demand: what connections need, and what becomes of it.
 
-use super::server::{pod_of, service_key};
+use super::server::{pod_of, service_key, service_of_range};
 use super::*;
 
 /// What a connection would be told, from a task of its own.
@@ -31,6 +31,39 @@ async fn the_type_is_opened_without_the_whole_mesh_and_names_are_asked_for_once(
     assert_eq!(discovery.need(&at("10.0.0.1")).await, Need::Known, "its endpoints came along");
     assert!(stream.is_silent().await);
     assert_eq!((discovery.status().names, discovery.status().pending_names), (2, 0));
+}
+
+/// A range around an address does not say that nobody has it: else its traffic would go past its owner's identity.
+#[tokio::test]
+async fn an_address_in_a_range_is_asked_for_as_any_other() {
+    let mut server = Server::start().await;
+    let (discovery, mesh) = start(&server, on_demand());
+    let mut stream = open_with(&mut server, vec![]).await;
+    let vip = need(&discovery, "10.1.0.1");
+    stream.request().await;
+    stream
+        .send(
+            Kind::Address,
+            vec![service_of_range("wide", "10.0.0.0", 8), service("web", "10.1.0.1").alias("/10.1.0.1")],
+            &[],
+        )
+        .await;
+    stream.acked().await;
+    assert_eq!(vip.await.unwrap(), Need::Known);
+    assert!(mesh.load().service_at("shop", &at("10.2.0.2")).is_some(), "the range is there");
+
+    let pod = need(&discovery, "10.0.0.2");
+    assert_eq!(subscribed(&stream.request().await), (vec!["/10.0.0.2"], vec![]));
+    stream.send(Kind::Address, vec![pod_of("a", "10.0.0.2", &[])], &[]).await;
+    stream.acked().await;
+    assert_eq!(pod.await.unwrap(), Need::Known);
+    assert!(mesh.load().service_at("shop", &at("10.0.0.2")).is_none(), "the pod has the address");
+    // Nobody has it: then the range counts.
+    let nobody = need(&discovery, "10.2.0.2");
+    stream.request().await;
+    stream.send(Kind::Address, vec![], &["/10.2.0.2"]).await;
+    stream.acked().await;
+    assert_eq!(nobody.await.unwrap(), Need::Unknown);
 }
 
 #[tokio::test]

@@ -359,7 +359,16 @@ pub fn pod_of(name: &str, ip: &str, services: &[&str]) -> Resource {
 }
 
 pub fn service(name: &str, vip: &str) -> Resource {
-    let address = workload::NetworkAddress { network: String::new(), address: bytes(vip), length: None };
+    service_of(name, vip, None)
+}
+
+/// A service with all addresses that begin as this one does for so many bits.
+pub fn service_of_range(name: &str, first: &str, length: u32) -> Resource {
+    service_of(name, first, Some(length))
+}
+
+fn service_of(name: &str, vip: &str, length: Option<u32>) -> Resource {
+    let address = workload::NetworkAddress { network: String::new(), address: bytes(vip), length };
     let service = workload::Service {
         name: name.into(),
         namespace: "shop".into(),

@@ -132,6 +132,13 @@ impl LimitArgs {
             Ok(bytes @ 16_384..=16_777_215) => bytes,
             _ => return Err(wrong("--frame-size (HTTP2_FRAME_SIZE)", self.frame_size, "expected 16Ki to 16Mi-1")),
         };
+        if let Some(none @ Bytes(0)) = self.memory_limit {
+            return Err(wrong(
+                "--memory-limit (MEMORY_LIMIT)",
+                none,
+                "expected more than the proxy takes without work",
+            ));
+        }
         Ok(Limits {
             stream_window,
             connection_window,

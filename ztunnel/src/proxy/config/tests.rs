@@ -59,6 +59,7 @@ fn a_wrong_value_names_the_setting_the_value_and_what_is_right() {
         ("--connect-timeout", "ten", "CONNECT_TIMEOUT", "such as 500ms"),
         ("--connect-timeout", "0s", "CONNECT_TIMEOUT", "more than 0"),
         ("--connect-timeout", "30s", "CONNECT_TIMEOUT", "less than 30s"),
+        ("--memory-limit", "0", "MEMORY_LIMIT", "more than"),
         ("--log-format", "xml", "LOG_FORMAT", "plain, json"),
         ("--log-levels", "chatty", "RUST_LOG", "info,access=debug"),
         ("--admin-addr", "15000", "ADMIN_ADDR", "127.0.0.1:15000"),

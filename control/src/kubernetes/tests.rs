@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use apistub::{ApiStub, Rights};
+use apistub::{ApiStub, Rights, wait_for};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use ztunnel::identity::TrustDomain;
@@ -167,14 +167,3 @@ async fn wait_connected(source: &Source) {
     let health = source.health();
     wait_for(|| health.detail().lines().all(|line| line.ends_with("the cluster has no such kind"))).await;
 }
-
-async fn wait_for(holds: impl Fn() -> bool) {
-    let look = async {
-        while !holds() {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    tokio::time::timeout(LIMIT, look).await.expect("it comes to hold");
-}
-
-const LIMIT: Duration = Duration::from_secs(60);

@@ -62,6 +62,16 @@ struct Field {
     equal: bool,
 }
 
+/// Waits until something holds, and fails the test after a minute.
+pub async fn wait_for(holds: impl Fn() -> bool) {
+    let look = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), look).await.expect("it comes to hold");
+}
+
 impl ApiStub {
     pub async fn start() -> Self {
         Self::start_at("127.0.0.1:0".parse().unwrap(), Arc::default()).await

@@ -94,9 +94,8 @@ impl Reports {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
 
-    use apistub::{ApiStub, Rights};
+    use apistub::{ApiStub, Rights, wait_for};
     use serde_json::{Value, json};
     use tokio::task::JoinSet;
 
@@ -159,15 +158,6 @@ mod tests {
     fn facts(uid: &str) -> PodFacts {
         let pod = serde_json::from_value(pod("a", uid, "node")).unwrap();
         super::super::decision::facts(&pod).unwrap()
-    }
-
-    async fn wait_for(holds: impl Fn() -> bool) {
-        let look = async {
-            while !holds() {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        tokio::time::timeout(Duration::from_secs(60), look).await.expect("it comes to hold");
     }
 
     #[tokio::test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use apistub::ApiStub;
+use apistub::{ApiStub, wait_for};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -231,15 +231,6 @@ async fn wait(objects: &mut watch::Receiver<Arc<Objects>>, holds: impl Fn(&Objec
 async fn wait_connected(source: &Source) {
     let health = source.health();
     wait_for(|| health.detail().lines().all(|line| line.ends_with("the cluster has no such kind"))).await;
-}
-
-async fn wait_for(holds: impl Fn() -> bool) {
-    let look = async {
-        while !holds() {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    tokio::time::timeout(LIMIT, look).await.expect("it comes to hold");
 }
 
 const LIMIT: Duration = Duration::from_secs(60);
